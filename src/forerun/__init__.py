@@ -1,0 +1,1 @@
+"""forerun: speculative decoding for self-hosted language models."""

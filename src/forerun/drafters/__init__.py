@@ -1,0 +1,1 @@
+"""Drafters: one way to guess per file, all behind one contract."""

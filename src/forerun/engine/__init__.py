@@ -1,0 +1,1 @@
+"""The engine: schedule, draft, plan, forward, verify, commit, emit."""

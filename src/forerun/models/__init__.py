@@ -1,0 +1,1 @@
+"""Models: where they come from, their weights, and one pass over packed rows."""

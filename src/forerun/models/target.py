@@ -1,0 +1,81 @@
+"""What the engine asks of a model: one pass over the rows of many sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.models.cache import KVStore, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of one sequence in a pass; they are written to the slots behind `span.length`.
+
+    parents: per row, the index of the row in this segment that it follows; -1: it follows the
+        committed prefix. None: a chain. Parents stand before children.
+    logits_from: rows from this index on get logits; len(tokens): none do.
+    """
+
+    span: Span
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    logits_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a pass gives back.
+
+    logits_NV: float32 logits of the rows that asked for them, segment after segment.
+    taps_RTD: hidden states of all rows at the T tapped boundaries; None if none was asked for.
+        Boundary 0 is the embedding, boundary i the output of layer i - 1 (so the input of layer i),
+        boundary `layers` the output of the last layer, before the final norm.
+    """
+
+    logits_NV: Tensor
+    taps_RTD: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What is known of a loaded model."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    max_length: int  # positions it was made for
+    dtype: torch.dtype
+    device: torch.device
+    row_invariant: bool  # chains and any batch give bitwise the logits of single steps
+    tree_invariant: bool  # trees do, too
+
+
+class Target(Protocol):
+    """A causal language model over packed rows. Its passes change nothing but slots of the store."""
+
+    info: TargetInfo
+
+    def new_store(self, slots: int) -> KVStore:
+        """An empty key/value store for `slots` tokens."""
+        ...
+
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        store: KVStore,
+        taps: Sequence[int] = (),
+        layers: Sequence[int] | None = None,
+    ) -> Forward:
+        """Run all rows of all segments in one pass.
+
+        Room must have been reserved. Nothing is committed: that is `store.commit`.
+        layers: run only these (ascending); None runs all.
+        """
+        ...

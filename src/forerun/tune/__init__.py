@@ -1,0 +1,1 @@
+"""Measuring and choosing: workloads, benchmarks, reports."""

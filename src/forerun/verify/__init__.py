@@ -1,0 +1,1 @@
+"""Verifiers: what survives of a draft, and which token follows."""
