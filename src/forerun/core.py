@@ -161,7 +161,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepStats:
-    """Counters of the field (definitions as in vLLM): steps with an empty draft are not `drafts`."""
+    """Counters as vLLM defines them: passes with an empty draft are not `drafts`."""
 
     passes: int = 0  # target passes that emitted tokens for a request, plain ones included
     drafts: int = 0  # of these, passes that verified at least one drafted token

@@ -24,7 +24,7 @@ class ModelError(ForerunError):
 
 
 class CheckpointError(ModelError):
-    """Weight files that are broken, or whose tensors are missing, unexpected or of the wrong shape."""
+    """Broken weight files; tensors that are missing, unexpected or of the wrong shape."""
 
 
 class PromptError(ForerunError):

@@ -30,7 +30,7 @@ class Drafter(ABC):
         A request's tokens all lie in the store except the last one.
         """
 
-    def observe(
+    def observe(  # noqa: B027, most drafters need not know
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
         """Learn what became of the proposals, after the tokens were committed.
@@ -39,5 +39,5 @@ class Drafter(ABC):
         when the drafter declares no taps.
         """
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request) -> None:  # noqa: B027, most keep no state
         """The request has ended (or was put back in the queue): forget its state."""

@@ -58,7 +58,7 @@ class TargetInfo:
 
 
 class Target(Protocol):
-    """A causal language model over packed rows. Its passes change nothing but slots of the store."""
+    """A causal language model over packed rows. A pass changes nothing but slots of the store."""
 
     info: TargetInfo
 
