@@ -1,0 +1,52 @@
+# One word for each thing a developer does. `make` lists them.
+PYTHON ?= python3
+VENV   ?= .venv
+MODEL  := smollm2-135m
+BIN    := $(VENV)/bin
+TORCH  := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: help demo test check fix bench bench-peers wheel clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/model  ## answer two prompts plainly and with speculation: same text, other speed
+	$(BIN)/python scripts/demo.py --model $(MODEL)
+
+test: $(VENV)/model  ## run the tests, those on the real model included
+	$(BIN)/pytest
+
+check: $(VENV)/ready  ## lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+fix: $(VENV)/ready  ## mend what lint and formatting can mend by themselves
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/model  ## measure every training-free drafter beside plain decoding
+	$(BIN)/forerun bench --model $(MODEL) --draft ngram --draft suffix --workload mix
+
+bench-peers: $(VENV)/model  ## measure other engines beside forerun (installs them: 4 GB, half an hour)
+	$(BIN)/python bench/peers.py
+
+wheel: $(VENV)/ready  ## build the wheel into dist/
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+
+# torch alone comes first: next to other packages pip may choose a build with gigabytes of CUDA.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt is for Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+$(VENV)/model: $(VENV)/ready
+	$(BIN)/forerun models pull $(MODEL)
+	touch $@
