@@ -1,0 +1,134 @@
+"""Compiled kernels for processors: built once per machine with its C compiler, then cached.
+
+`library()` returns None where there is no compiler or FORERUN_KERNELS=0; callers then use the plain
+PyTorch path of `models/layers.py`, which computes the same thing more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from forerun.home import cache_folder
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
+
+Int32s = ctypes.POINTER(ctypes.c_int32)
+
+
+class Pass(ctypes.Structure):
+    """Mirror of `Pass` in kernels.c."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int32),
+        ("segments", ctypes.c_int32),
+        ("base", ctypes.c_void_p),
+        ("length", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("parent", ctypes.c_void_p),
+        ("position", ctypes.c_void_p),
+        ("straight", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    """Mirror of `Layer` in kernels.c."""
+
+    _fields_ = (
+        ("bf16", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("slots", ctypes.c_int64),
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p),
+        ("sine", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("norm_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be had."""
+    compiler = _compiler()
+    if compiler is None or os.environ.get("FORERUN_KERNELS") == "0":
+        return None
+    try:
+        return _declare(ctypes.CDLL(str(_build(compiler))))
+    except (OSError, subprocess.SubprocessError):
+        return None  # a compiler that cannot compile, a folder that cannot be written
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def _build(compiler: str) -> Path:
+    key = hashlib.sha256(SOURCE.read_bytes())
+    for part in (compiler, torch.__version__, *FLAGS, _processor()):
+        key.update(part.encode())
+    built = cache_folder() / "kernels" / f"{key.hexdigest()[:16]}.so"
+    if built.exists():
+        return built
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+        fresh = Path(scratch) / built.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-lm"]
+        try:
+            _run([*command, *_openmp()])
+        except subprocess.SubprocessError:
+            _run(command)  # compiles without OpenMP, on one thread
+        fresh.replace(built)
+    return built
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+
+def _openmp() -> list[str]:
+    """Link the OpenMP runtime that torch brought: two of them would fight for the cores."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    bundled += sorted((Path(torch.__file__).parent.parent / "torch.libs").glob("libgomp*.so*"))
+    return ["-fopenmp", *map(str, bundled[:1])]
+
+
+def _processor() -> str:
+    """What `-march=native` stands for here."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor() + platform.machine()
+    fields = dict(
+        line.split(":", 1) for line in cpuinfo.read_text().split("\n\n")[0].split("\n") if ":" in line
+    )
+    named = {key.strip(): value for key, value in fields.items()}
+    return named.get("model name", "") + named.get("flags", named.get("Features", ""))
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, int32, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+    lib.rms_norm.argtypes = (pointer, pointer, pointer, pointer, int32, int32, real, int32)
+    lib.gated.argtypes = (pointer, pointer, int32, int32, int32, int32)
+    lib.prepare.argtypes = (pointer,)
+    lib.attention.argtypes = (pointer, pointer, pointer, pointer)
+    for name in ("rms_norm", "gated", "prepare", "attention"):
+        getattr(lib, name).restype = None
+    return lib
