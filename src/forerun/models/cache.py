@@ -13,9 +13,12 @@ to be set aside for tokens that may never come. A pass writes its rows behind th
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from forerun.errors import CapacityError
 
@@ -48,11 +51,9 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (layers, 2, kv_heads, slots, head_dim)
         try:
-            # Zeros, not garbage: masked slots take part in sums with weight 0, and 0 * nan is nan.
-            self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.kv = _zeros((layers, 2, kv_heads, slots, head_dim), dtype, device)
+        except (RuntimeError, OSError, OverflowError, torch.OutOfMemoryError) as error:
             size = 2 * layers * kv_heads * head_dim * slots * dtype.itemsize / 2**30
             raise CapacityError(
                 f"no memory for a key/value store of {slots} tokens ({size:.1f} GiB); "
@@ -170,3 +171,15 @@ class KVStore:
             moved = self.kv[:, :, :, source : source + rows]
             overlaps = abs(source - target) < rows
             self.kv[:, :, :, target : target + rows] = moved.clone() if overlaps else moved
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: masked slots take part in sums with weight 0, and 0 * nan is nan.
+
+    On the CPU a page takes memory when it is first written: a large store costs what is used of it,
+    where `torch.zeros` writes, and so occupies, all of it at once.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
