@@ -23,7 +23,7 @@ from forerun.home import cache_folder
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
-Int32s = ctypes.POINTER(ctypes.c_int32)
+MAX_HEAD, MAX_GROUP = 256, 64  # as in kernels.c
 
 
 class Pass(ctypes.Structure):

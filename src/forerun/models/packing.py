@@ -1,0 +1,60 @@
+"""Rows of many sequences side by side in one pass."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.models.target import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The rows of a pass, segment after segment; arrays of int32.
+
+    base_S, length_S: first slot and committed slots of each segment's span.
+    first_S1: first row of each segment, and the number of rows.
+    parent_R: per row, the row of its own segment that it follows; -1: the committed prefix.
+    wanted: the rows that get logits.
+    """
+
+    tokens: list[int]
+    base_S: array[int]
+    length_S: array[int]
+    first_S1: array[int]
+    parent_R: array[int]
+    wanted: list[int]
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def positions(self) -> int:
+        """An upper bound on the positions in use."""
+        starts = zip(self.length_S, self.first_S1[1:], self.first_S1, strict=False)
+        return max(length + end - begin for length, end, begin in starts)
+
+
+def pack(segments: Sequence[Segment]) -> Packed:
+    """Lay the rows of all segments side by side."""
+    tokens: list[int] = []
+    wanted: list[int] = []
+    first, parents = array("i", [0]), array("i")
+    for segment in segments:
+        rows, begin = len(segment.tokens), len(tokens)
+        span = segment.span
+        assert 0 < rows <= span.capacity - span.length, "rows without reserved slots"
+        tokens.extend(segment.tokens)
+        parents.extend(range(-1, rows - 1) if segment.parents is None else segment.parents)
+        wanted.extend(range(begin + segment.logits_from, begin + rows))
+        first.append(begin + rows)
+    return Packed(
+        tokens,
+        array("i", [segment.span.base for segment in segments]),
+        array("i", [segment.span.length for segment in segments]),
+        first,
+        parents,
+        wanted,
+    )
