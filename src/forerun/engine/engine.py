@@ -1,0 +1,319 @@
+"""One step of the engine: schedule, draft, plan, forward, verify, commit, emit."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from forerun import sampling
+from forerun.core import Draft, Request, SamplingParams, StepStats, TokenLogprobs
+from forerun.drafters.base import Drafter
+from forerun.engine import rows
+from forerun.engine.costs import Costs, measure
+from forerun.engine.emit import Generation
+from forerun.engine.outputs import Delta
+from forerun.engine.plan import Plan
+from forerun.engine.scheduler import NOTHING, Batch, Scheduler, Turn
+from forerun.errors import CapacityError, ConfigError, PromptError
+from forerun.models.cache import KVStore
+from forerun.models.target import Forward, Target
+from forerun.models.tokenizer import Tokenizer
+from forerun.verify.base import Verifier
+
+
+class Engine:
+    """Runs many requests over one target, one pass at a time.
+
+    tokenizer: None works on tokens alone; texts are then empty and stop strings refused.
+    stop_ids: the model's own end-of-sequence tokens.
+    max_num_seqs: sequences that run at once; max_batch_rows: tokens in one pass.
+    costs: of a pass by its rows; None measures them, if there is a drafter, in a few passes.
+    Raises `ConfigError` for parts that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        store: KVStore,
+        verifier: Verifier,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+        max_num_seqs: int = 16,
+        max_batch_rows: int = 512,
+        costs: Costs | None = None,
+    ) -> None:
+        self.target = target
+        self.store = store
+        self.verifier = verifier
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self.scheduler = Scheduler(store, max_num_seqs, max_batch_rows)
+        self.max_length = min(target.info.max_length, store.slots)
+        self.stats = StepStats()
+        self._generations: dict[int, Generation] = {}
+        self._ids = itertools.count()
+        if drafter:
+            _check_taps(drafter, target)
+            self.plan = Plan(costs or measure(target, store))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return self.scheduler.busy
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> list[Generation]:
+        """Queue a prompt; gives `params.n` streams of output, which differ in their seeds.
+
+        max_tokens is cut to where the model or the store ends. Raises `PromptError` for a prompt
+        that can never be served, `ConfigError` for parameters that do not suit the model.
+        """
+        self._check_prompt(prompt)
+        self._check_params(params)
+        room = self.max_length - len(prompt)
+        if params.max_tokens > room:
+            params = params.model_copy(update={"max_tokens": room})
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.stop_ids
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        generations = []
+        for index in range(params.n):
+            request = Request(
+                id=next(self._ids),
+                tokens=list(prompt),
+                prompt_length=len(prompt),
+                params=params,
+                seed=seed_of(seed, index),
+                stop_ids=stop_ids,
+            )
+            stream = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
+            generation = Generation(request, index, stream)
+            self._generations[request.id] = generation
+            self.scheduler.add(request)
+            generations.append(generation)
+        return generations
+
+    def abort(self, request_id: int) -> None:
+        """End a request now: it brings no more deltas. Ids of ended requests are ignored."""
+        if generation := self._generations.get(request_id):
+            generation.request.finish_reason = "abort"
+            self._end(generation.request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        """Run one pass; what it added to each stream."""
+        begin = perf_counter()
+        batch = self._schedule()
+        self._draft(batch)
+        self._plan(batch)
+        result = self._forward(batch)
+        self._verify(batch, result)
+        self._commit(batch)
+        deltas = self._emit(batch, result)
+        self._learn(batch, result)
+        self._close(batch, begin)
+        return deltas
+
+    def _schedule(self) -> Batch:
+        batch = self.scheduler.schedule()
+        assert batch.turns or not self.busy, "requests wait, but none can run"
+        if self.drafter:
+            for request in batch.preempted:
+                self.drafter.release(request)
+        return batch
+
+    def _draft(self, batch: Batch) -> None:
+        """Ask the drafter for those whose tokens all lie in the store but the last."""
+        if not self.drafter:
+            return
+        begin = perf_counter()
+        turns = [turn for turn in batch.turns if turn.decoding]
+        budgets = self.plan.budgets([turn.request for turn in turns], batch.rows_left)
+        for turn, budget in zip(turns, budgets, strict=True):
+            turn.budget = budget
+        if asked := batch.asked:
+            requests = [turn.request for turn in asked]
+            drafts = self.drafter.propose(requests, [turn.budget for turn in asked])
+            for turn, draft in zip(asked, drafts, strict=True):
+                assert len(draft) <= turn.budget, "a draft is larger than its budget"
+                turn.draft = draft
+        batch.draft_seconds = perf_counter() - begin
+
+    def _plan(self, batch: Batch) -> None:
+        """Keep the nodes that are worth a row."""
+        if not any(turn.draft for turn in batch.turns):
+            return
+        turns = batch.deciding
+        certain = sum(turn.rows for turn in batch.turns)
+        drafts = self.plan.keep([turn.draft for turn in turns], certain)
+        for turn, draft in zip(turns, drafts, strict=True):
+            turn.draft = draft if self._has_room(turn, draft) else NOTHING
+
+    def _has_room(self, turn: Turn, draft: Draft) -> bool:
+        """Reserve slots for a draft; nobody is preempted for it."""
+        assert turn.request.span
+        try:
+            self.store.reserve(turn.request.span, turn.rows + len(draft))
+        except CapacityError:
+            return False
+        return True
+
+    def _forward(self, batch: Batch) -> Forward:
+        begin = perf_counter()
+        taps = self.drafter.taps if self.drafter else ()
+        segments = [rows.segment(turn) for turn in batch.turns]
+        result = self.target.forward(segments, self.store, taps)
+        batch.forward_seconds = perf_counter() - begin
+        return result
+
+    def _verify(self, batch: Batch, result: Forward) -> None:
+        """Let the verifier decide what survives and what follows."""
+        turns = batch.deciding
+        requests = [turn.request for turn in turns]
+        drafts = [turn.draft for turn in turns]
+        verdicts = self.verifier.judge(requests, drafts, result.logits_NV) if turns else []
+        for turn, verdict in zip(turns, verdicts, strict=True):
+            turn.verdict = verdict
+
+    def _commit(self, batch: Batch) -> None:
+        """Keep the surviving rows in the store and append their tokens and the one that follows."""
+        for turn in batch.turns:
+            request, verdict = turn.request, turn.verdict
+            assert request.span
+            self.store.commit(request.span, rows.kept(turn))
+            if verdict:
+                request.tokens += [turn.draft.tokens[node] for node in verdict.path]
+                request.tokens.append(verdict.next_token)
+
+    def _emit(self, batch: Batch, result: Forward) -> list[Delta]:
+        """Turn the new tokens into text, and end the requests that one of them ends."""
+        deltas = []
+        first_row = 0
+        for turn in batch.deciding:
+            generation = self._generations[turn.request.id]
+            sources = self._sources(turn)
+            logprobs = _logprobs(turn, result.logits_NV, first_row)
+            delta = generation.emit(len(sources), sources, logprobs)
+            emitted = len(delta.token_ids)
+            accepted = min(len(sources) - 1, emitted)
+            for stats in (self.stats, generation.stats):
+                stats.record(len(turn.draft), accepted, emitted)
+            deltas.append(delta)
+            first_row += 1 + len(turn.draft)
+        return deltas
+
+    def _sources(self, turn: Turn) -> list[str]:
+        """Per token that the pass decided, who proposed it."""
+        assert turn.verdict
+        if not turn.verdict.path:
+            return [""]
+        assert self.drafter
+        sources = turn.draft.sources or [self.drafter.name] * len(turn.draft)
+        return [*(sources[node] for node in turn.verdict.path), ""]
+
+    def _learn(self, batch: Batch, result: Forward) -> None:
+        """Tell the plan and the drafter what became of the proposals."""
+        if not self.drafter:
+            return
+        self.plan.learn(batch.asked, batch.draft_seconds)
+        living = [turn for turn in batch.turns if not turn.request.finish_reason]
+        requests = [turn.request for turn in living]
+        taps_RTD = result.taps_RTD
+        taps = rows.taps(batch, living, taps_RTD) if taps_RTD is not None else ()
+        self.drafter.observe(requests, [rows.outcome(turn) for turn in living], taps)
+
+    def _close(self, batch: Batch, begin: float) -> None:
+        """Share the pass's time among those who were decoding; let go of those who have ended.
+
+        A share is the time of one's rows. That of prompts counts for nobody: it is what the time
+        to the first token tells.
+        """
+        step_seconds = perf_counter() - begin
+        total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
+        for turn in batch.turns:
+            if turn.decoding:
+                share = (turn.rows + len(turn.draft)) / total
+                for stats in (self.stats, self._generations[turn.request.id].stats):
+                    stats.draft_seconds += share * batch.draft_seconds
+                    stats.forward_seconds += share * batch.forward_seconds
+                    stats.step_seconds += share * step_seconds
+            if turn.request.finish_reason:
+                self._end(turn.request)
+
+    def _end(self, request: Request) -> None:
+        """Forget a request everywhere."""
+        if self.drafter:
+            self.drafter.release(request)
+            self.plan.forget(request)
+        self.scheduler.remove(request)
+        del self._generations[request.id]
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        info = self.target.info
+        if not prompt:
+            raise PromptError("the prompt is empty; give at least one token to continue")
+        if len(prompt) >= self.max_length:
+            cure = "raise kv_tokens" if self.store.slots < info.max_length else "shorten it"
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens and {info.name} has room for "
+                f"{self.max_length}, answer included; {cure}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < info.vocab_size:
+            raise PromptError(
+                f"the prompt has token ids outside 0 to {info.vocab_size - 1}; "
+                f"encode it with the tokenizer of {info.name}"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and not self.tokenizer:
+            raise ConfigError("stop strings need a tokenizer; use stop_token_ids instead")
+        size = self.target.info.vocab_size
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token in ids:
+                if not 0 <= token < size:
+                    raise ConfigError(f"{name} names token {token}; use ids from 0 to {size - 1}")
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of a request's output number `index`; the first has the request's own."""
+    if index == 0:
+        return seed
+    digest = blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _logprobs(turn: Turn, logits_NV: Tensor, first_row: int) -> list[TokenLogprobs] | None:
+    """Per token that the pass decided, from the row it was decided on; None if not asked for."""
+    k = turn.request.params.logprobs
+    if k is None:
+        return None
+    assert turn.verdict
+    path = turn.verdict.path
+    deciders = [first_row, *(first_row + 1 + node for node in path)]
+    tokens = [*(turn.draft.tokens[node] for node in path), turn.verdict.next_token]
+    return [
+        sampling.logprobs(logits_NV[row], token, k)
+        for row, token in zip(deciders, tokens, strict=True)
+    ]
+
+
+def _check_taps(drafter: Drafter, target: Target) -> None:
+    layers = target.info.layers
+    wrong = [boundary for boundary in drafter.taps if not 0 <= boundary <= layers]
+    if wrong:
+        raise ConfigError(
+            f"the {drafter.name} draft reads layer boundary {wrong[0]}, but {target.info.name} has "
+            f"{layers} layers; choose a draft made for this model"
+        )

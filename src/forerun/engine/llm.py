@@ -1,0 +1,258 @@
+"""Offline use: prompts in, texts out, as one list, one by one or as a stream."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from forerun.core import SamplingParams, StepStats
+from forerun.drafters import DraftContext, make_drafter
+from forerun.engine.emit import Generation
+from forerun.engine.engine import Engine
+from forerun.engine.outputs import Completion, Delta, RequestOutput
+from forerun.errors import CapacityError, ConfigError
+from forerun.models.cache import KVStore
+from forerun.models.hub import LoadedModel, load
+from forerun.models.target import Target
+from forerun.verify import make_verifier
+
+Prompt: TypeAlias = str | Sequence[int]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+TOKENS_PER_SEQUENCE = 4096  # that the default store has room for, on average
+MEMORY_SHARE = 0.5  # of the free memory, at most, for the default store
+
+
+class LLM:
+    """A model, and perhaps a drafter that runs ahead of it.
+
+        llm = LLM("smollm2-135m", draft="suffix")
+        llm.generate("Once upon a time", SamplingParams(max_tokens=64, temperature=0))
+
+    model: a folder, a .gguf file, a packaged model, a Hub id, or a model already loaded.
+    draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`; `none`.
+    verifier: `follow` (the text of plain decoding), `rejection` (its law), `typical` (lossy).
+    max_num_seqs: sequences that run at once. max_batch_rows: tokens in one pass.
+    kv_tokens: tokens the key/value store holds for all running sequences together.
+    Raises `ModelError`, `ConfigError` or `CapacityError` where they cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel,
+        draft: str = "none",
+        verifier: str = "follow",
+        dtype: str = "auto",
+        device: str = "auto",
+        max_num_seqs: int = 32,
+        max_batch_rows: int = 512,
+        kv_tokens: int | None = None,
+    ) -> None:
+        judge = make_verifier(verifier)
+        loaded = load(model, dtype, device) if isinstance(model, str) else model
+        store = new_store(loaded.target, max_num_seqs, kv_tokens)
+        context = DraftContext(
+            target=loaded.target,
+            store=store,
+            tokenizer=loaded.tokenizer,
+            load=partial(load, dtype=dtype, device=device),
+            independent_noise=judge.independent_noise,
+        )
+        self.model = loaded
+        self.tokenizer = loaded.tokenizer
+        self.engine = Engine(
+            loaded.target,
+            store=store,
+            verifier=judge,
+            drafter=make_drafter(draft, context),
+            tokenizer=loaded.tokenizer,
+            stop_ids=loaded.stop_ids,
+            max_num_seqs=max_num_seqs,
+            max_batch_rows=max_batch_rows,
+        )
+        self._jobs: dict[int, _Job] = {}  # by the ids of their streams
+        self._ids = itertools.count()
+
+    @property
+    def stats(self) -> StepStats:
+        """Counters of all that this engine has done."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue raw texts (or token ids); outputs in the order of the prompts.
+
+        params: for all prompts, or one per prompt. Raises `PromptError` and `ConfigError` before
+        anything runs.
+        """
+        return sorted(self.generate_iter(prompts, params), key=lambda output: output.request_id)
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but each output as soon as it has ended.
+
+        What is still running when the iterator is closed, or interrupted, is aborted.
+        """
+        jobs = self._submit(_as_list(prompts), params)
+        try:
+            while jobs:
+                self._advance()
+                for job in [job for job in jobs if job.ended]:
+                    jobs.remove(job)
+                    yield job.output()
+        finally:
+            self._abort(jobs)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, through the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Messages]", [messages] if one else messages)
+        return self.generate([self.tokenizer.chat(each) for each in conversations], params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Continue one text; what each step brings, as it comes."""
+        jobs = self._submit([prompt], params)
+        (job,) = jobs
+        try:
+            while not job.ended:
+                self._advance()
+                yield from job.take_deltas()
+        finally:
+            self._abort(jobs)
+
+    def _submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[_Job]:
+        """Queue all prompts, or none if one of them cannot be served."""
+        if not isinstance(params, Sequence):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(
+                f"{len(prompts)} prompts came with {len(params)} SamplingParams; "
+                "give one for all, or one per prompt"
+            )
+        jobs: list[_Job] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                job = _Job(next(self._ids), prompt, ids, self.engine.add(ids, each))
+                jobs.append(job)
+                self._jobs.update(dict.fromkeys(job.stream_ids, job))
+        except BaseException:
+            self._abort(jobs)
+            raise
+        return jobs
+
+    def _advance(self) -> None:
+        """Run one pass for everybody, and hand each delta to its job."""
+        for delta in self.engine.step():
+            self._jobs[delta.request_id].append(delta)
+            if delta.finish_reason:
+                del self._jobs[delta.request_id]
+
+    def _abort(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            for stream_id in job.stream_ids:
+                self.engine.abort(stream_id)
+                self._jobs.pop(stream_id, None)
+
+
+class _Job:
+    """A prompt on its way, and what its streams have brought so far."""
+
+    def __init__(
+        self, request_id: int, prompt: Prompt, ids: list[int], generations: list[Generation]
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt if isinstance(prompt, str) else None
+        self.ids = ids
+        self.generations = generations
+        self.completions = [Completion(g.index, seed=g.request.seed) for g in generations]
+        self._deltas: list[Delta] = []
+
+    @property
+    def stream_ids(self) -> list[int]:
+        return [generation.request.id for generation in self.generations]
+
+    @property
+    def ended(self) -> bool:
+        return all(completion.finish_reason for completion in self.completions)
+
+    def append(self, delta: Delta) -> None:
+        self.completions[delta.index].append(delta)
+        self._deltas.append(delta)
+
+    def take_deltas(self) -> list[Delta]:
+        """The deltas that came since the last call."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def output(self) -> RequestOutput:
+        stats = StepStats()
+        for generation in self.generations:
+            stats.add(generation.stats)
+        begin = self.generations[0].added_at
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.ids,
+            outputs=self.completions,
+            stats=stats,
+            ttft_s=min(generation.first_at for generation in self.generations) - begin,
+            seconds=max(generation.ended_at for generation in self.generations) - begin,
+        )
+
+
+def new_store(target: Target, max_num_seqs: int, kv_tokens: int | None) -> KVStore:
+    """A key/value store of `kv_tokens`, by default for what may run at once.
+
+    Raises `CapacityError` when there is no memory for it.
+    """
+    token_bytes = target.new_store(1).kv.nbytes
+    free = _free_memory(target.info.device) // token_bytes
+    if kv_tokens is None:
+        longest = target.info.max_length
+        wanted = max(longest, max_num_seqs * min(longest, TOKENS_PER_SEQUENCE))
+        kv_tokens = min(wanted, int(free * MEMORY_SHARE))
+    if not 0 < kv_tokens <= free:
+        raise CapacityError(
+            f"there is no key/value store of {kv_tokens} tokens here; "
+            f"ask for 1 to {free} with kv_tokens"
+        )
+    return target.new_store(kv_tokens)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that could be taken now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single text or a single list of token ids is one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
