@@ -30,7 +30,7 @@ bench: $(VENV)/model  ## measure every training-free drafter beside plain decodi
 	$(BIN)/forerun bench --model $(MODEL) --draft ngram --draft suffix --workload mix
 
 bench-peers: $(VENV)/model  ## measure other engines beside forerun (installs them: 4 GB, half an hour)
-	$(BIN)/python bench/peers.py
+	$(BIN)/python -m bench.peers
 
 wheel: $(VENV)/ready  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation
@@ -42,9 +42,9 @@ clean:  ## remove what the other targets made
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt is for Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
-	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/pip install -qq --constraint constraints.txt $(TORCH)
+	$(BIN)/pip install -qq --constraint constraints.txt hatchling editables
+	$(BIN)/pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
 
 $(VENV)/model: $(VENV)/ready
