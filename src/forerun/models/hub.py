@@ -113,7 +113,7 @@ def _load_gguf(path: Path, name: str, dtype: torch.dtype, device: torch.device) 
 
 
 def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    config = _read_config(path)
+    config = read_config(path)
     tokenizer = folder_tokenizer(path)
     target: Target
     if text_config(config).get("model_type") in ARCHITECTURES:
@@ -129,7 +129,8 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json. Raises `ModelError` when there is none or it is damaged."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

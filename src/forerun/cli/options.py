@@ -1,0 +1,81 @@
+"""Options that several commands share. Without a value, the default of `SamplingParams` applies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forerun.core import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_DRAFT = "suffix"
+
+
+def option(help: str, *names: str, metavar: str | None = None) -> Any:
+    """An option of typer: what it does first, since that is what reads well in a list."""
+    return typer.Option(*names, help=help, metavar=metavar)
+
+
+Model = Annotated[
+    str, option("A folder, a .gguf file, a Hub id, or a name of 'forerun models list'.", "--model")
+]
+Draft = Annotated[
+    str | None,
+    option(
+        "Who guesses ahead: none, ngram, suffix, model:ID, skip:N; options as ngram:max=4,k=8; "
+        f"a+b asks b where a has nothing. [default: {DEFAULT_DRAFT}]",
+        metavar="SPEC",
+    ),
+]
+SpeculativeConfig = Annotated[
+    str | None, option("The same as vLLM's JSON object, instead of --draft.", metavar="JSON")
+]
+Verifier = Annotated[
+    str, option("Rule that accepts drafted tokens: follow, rejection, typical (lossy), reference.")
+]
+Dtype = Annotated[str, option("auto, bfloat16, float16 or float32.")]
+Device = Annotated[str, option("auto, cpu, cuda, ...")]
+Raw = Annotated[bool, option("Give the model the bare text, without its chat template.", "--raw")]
+MaxTokens = Annotated[int, option("Longest answer, in tokens.")]
+Temperature = Annotated[float, option("0 takes the likeliest token; above, tokens are sampled.")]
+TopP = Annotated[float | None, option("Sample from the likeliest tokens that sum up to this.")]
+TopK = Annotated[int | None, option("Sample from this many tokens; 0: from all.")]
+MinP = Annotated[float | None, option("Drop tokens below this share of the likeliest one.")]
+Seed = Annotated[int | None, option("Same seed, same text, with any draft.")]
+IgnoreEos = Annotated[bool, option("Go on after the end of the answer.", "--ignore-eos")]
+KvTokens = Annotated[
+    int | None, option("Size of the key/value store, in tokens of all sequences together.")
+]
+
+
+def draft_spec(draft: str | None, speculative_config: str | None) -> str:
+    """The spec that was given in one of two ways, or the default."""
+    from forerun.drafters.spec import parse
+
+    if draft and speculative_config:
+        raise ConfigError("--draft and --speculative-config both name a draft; give one of them")
+    spec = draft or speculative_config or DEFAULT_DRAFT
+    parse(spec)  # a spec that cannot be read is refused before a model is loaded
+    return spec
+
+
+def sampling(**values: Any) -> SamplingParams:
+    """The parameters that were given on the command line; None stands for the default."""
+    from forerun.core import SamplingParams
+
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+def logit_bias(entries: list[str]) -> dict[int, float]:
+    """`["42=-5", "7=1.5"]` as a table. Raises `ConfigError` for anything else."""
+    try:
+        pairs = [entry.split("=", 1) for entry in entries]
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError:
+        raise ConfigError(
+            f"--logit-bias {' '.join(entries)}: write TOKEN_ID=BIAS, as 42=-5"
+        ) from None

@@ -1,0 +1,99 @@
+"""What a model is, read from its headers without loading it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import ModelError
+from forerun.models.architecture import DecoderConfig
+from forerun.models.configs import ARCHITECTURES, decoder_config, gguf_config, text_config
+from forerun.models.gguf_file import GGUFFile
+from forerun.models.hub import locate, read_config
+from forerun.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
+from forerun.models.weights import folder_weights
+
+OURS = "forerun's own decoder"
+THEIRS = "transformers"
+Facts = dict[str, Any]
+
+# What families call the same number in their config.json.
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "vocab_size": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+}
+
+
+def describe(model: str) -> Facts:
+    """Facts about a folder, a GGUF file, a packaged model or a Hub id, in the order to show them.
+
+    `runs_with` says what would run it, or why nothing would. Raises `ModelError` when the model
+    cannot be found or its files cannot be read.
+    """
+    path = locate(model)
+    return {"path": str(path), **(_gguf(path) if path.is_file() else _folder(path))}
+
+
+def _gguf(path: Path) -> Facts:
+    file = GGUFFile(path)
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        sizes[tensor.type.name] += prod(tensor.shape)
+    name = file.metadata.get("general.architecture")
+    length, layers = (file.metadata.get(f"{name}.{k}") for k in ("context_length", "block_count"))
+    return {
+        "format": "GGUF",
+        "architecture": name,
+        "runs_with": _decoder_or_reason(lambda: gguf_config(file)),
+        "layers": layers,
+        "hidden_size": file.metadata.get(f"{name}.embedding_length"),
+        "vocab_size": len(file.metadata.get("tokenizer.ggml.tokens", ())),
+        "context": length,
+        "parameters": sizes.total(),
+        "dtype": ", ".join(kind for kind, _ in sizes.most_common()),
+        **_tokenizer_facts(lambda: gguf_tokenizer(file)),
+    }
+
+
+def _folder(path: Path) -> Facts:
+    published = read_config(path)
+    config = text_config(published)
+    name = config.get("model_type")
+    ours = name in ARCHITECTURES
+    shapes = [entry.shape for entry in folder_weights(path, torch.float32).entries.values()]
+    return {
+        "format": "folder",
+        "architecture": name,
+        "runs_with": _decoder_or_reason(lambda: decoder_config(published)) if ours else THEIRS,
+        **{fact: _first(config, names) for fact, names in _NAMES.items()},
+        "parameters": sum(map(prod, shapes)),
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+        **_tokenizer_facts(lambda: folder_tokenizer(path)),
+    }
+
+
+def _decoder_or_reason(read: Callable[[], DecoderConfig]) -> str:
+    try:
+        read()
+    except ModelError as error:
+        return f"nothing: {error}"
+    return OURS
+
+
+def _tokenizer_facts(read: Callable[[], Tokenizer]) -> Facts:
+    try:
+        tokenizer = read()
+    except ModelError as error:
+        return {"tokenizer": f"none: {error}"}
+    return {"tokenizer": tokenizer.vocab_size, "chat_template": tokenizer.has_chat_template}
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if name in config), None)
