@@ -195,7 +195,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 itself; emulated it is slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if platform.machine() in ("x86_64", "AMD64"):
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
