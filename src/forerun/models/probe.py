@@ -33,7 +33,7 @@ def kv_shape(model: Any, cache_name: str, name: str) -> tuple[int, int, int]:
     layers = getattr(cache, "layers", None)
     if not layers or not all(_is_plain(layer) for layer in layers):
         raise ModelError(
-            f"{name} ({kind}) keeps a recurrent state, not the keys and values of every token, and a "
+            f"{name} ({kind}) keeps a recurrent state, not the keys and values of every token; a "
             "state cannot be rewound to drop rejected tokens; take a model with attention in all "
             "layers"
         )
