@@ -1,1 +1,66 @@
-"""Drafters: one way to guess per file, all behind one contract."""
+"""Everything that proposes tokens. A drafter is one file here and one line in `DRAFTERS`."""
+
+from __future__ import annotations
+
+from forerun.config import Settings, nearest
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.combined import Combined
+from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.ngram import Ngram
+from forerun.drafters.skip import SkipLayers
+from forerun.drafters.spec import DrafterSpec, parse
+from forerun.drafters.suffix import Suffix
+from forerun.errors import ConfigError
+
+__all__ = ["DRAFTERS", "DraftContext", "Drafter", "make_drafter"]
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    drafter.name: drafter for drafter in (Ngram, Suffix, DraftModel, SkipLayers)
+}
+
+
+def make_drafter(spec: str, context: DraftContext) -> Drafter | None:
+    """The drafter that a draft spec describes (the grammar is in `spec.py`); None for `none`.
+
+    Raises `ConfigError` for unknown drafters and options, for values that cannot be used and for
+    drafters that do not fit the target.
+    """
+    parts = parse(spec)
+    kinds = [_kind(part) for part in parts]
+    options = [_options(*each) for each in zip(kinds, parts, strict=True)]
+    drafters = [kind(given, context) for kind, given in zip(kinds, options, strict=True)]
+    if len(drafters) > 1:
+        return Combined(drafters)
+    return drafters[0] if drafters else None
+
+
+def _kind(part: DrafterSpec) -> type[Drafter]:
+    kind = DRAFTERS.get(part.name)
+    if kind is None:
+        raise ConfigError(f"no drafter '{part.name}'; {nearest(part.name, [*DRAFTERS, 'none'])}")
+    return kind
+
+
+def _options(kind: type[Drafter], part: DrafterSpec) -> Settings:
+    """The checked options of one drafter."""
+    values = dict(part.options)
+    known = kind.options.model_fields
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"drafter '{kind.name}' has no option '{name}'; {nearest(name, known)}"
+            )
+    if part.argument is not None:
+        if kind.argument is None:
+            example = next(iter(known))
+            raise ConfigError(
+                f"'{kind.name}:{part.argument}' lacks the name of an option; "
+                f"write for example {kind.name}:{example}=VALUE"
+            )
+        values.setdefault(kind.argument, part.argument)
+    if kind.argument is not None and kind.argument not in values:
+        raise ConfigError(
+            f"drafter '{kind.name}' needs its {kind.argument}; "
+            f"write {kind.name}:{kind.argument.upper()}"
+        )
+    return kind.options(**values)

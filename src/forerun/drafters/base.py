@@ -1,14 +1,38 @@
-"""What a drafter is, and the registry of those that exist."""
+"""What a drafter is, and what it is given when it is made."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
+from forerun.models.cache import KVStore
+from forerun.models.target import Target
+
+if TYPE_CHECKING:
+    from forerun.models.hub import LoadedModel
+    from forerun.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter may use.
+
+    target, store: the model to run ahead of and its keys and values.
+    load: reads another model by folder, file, Hub id or name.
+    independent_noise: the verifier's rule needs drafts drawn from their own noise, with their law.
+    """
+
+    target: Target
+    store: KVStore
+    tokenizer: Tokenizer | None
+    load: Callable[[str], LoadedModel]
+    independent_noise: bool = False
 
 
 class Drafter(ABC):
@@ -19,9 +43,16 @@ class Drafter(ABC):
     """
 
     name: ClassVar[str]  # as in a draft spec
-    makes_trees: ClassVar[bool] = False
-    samples: ClassVar[bool] = False  # can draw from a law of its own, so that `rejection` applies
+    options: ClassVar[type[Settings]]  # what a draft spec may say behind the name
+    argument: ClassVar[str | None] = None  # the option that stands first and without its name
+    example: ClassVar[str]  # a draft spec that works with every target of three layers or more
+    makes_trees: bool = False
+    samples: bool = False  # can draw from a law of its own, so that `rejection` applies
     taps: Sequence[int] = ()  # layer boundaries of the target that `observe` needs
+
+    def __init__(self, options: Settings, context: DraftContext) -> None:  # noqa: B027
+        """options: an instance of the class's `options`. Raises `ConfigError` where they do not
+        fit the target."""
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:

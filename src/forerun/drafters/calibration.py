@@ -1,0 +1,94 @@
+"""Honest survival: what a drafter believes, corrected by what became of its earlier proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from forerun.core import Draft, Request
+from forerun.drafters.tree import outcomes, prune
+
+BINS = 32
+WEIGHT = 8.0  # decisions that the drafter's own belief counts for
+MEMORY = 512.0  # decisions per bin after which old ones start to fade
+REQUEST_MEMORY = 32.0  # the same for one request
+
+
+class _Ratio:
+    """Right tokens over expected ones, starting at 1 and fading."""
+
+    __slots__ = ("expected", "memory", "right", "value")
+
+    def __init__(self, memory: float) -> None:
+        self.right = self.expected = WEIGHT
+        self.value = 1.0
+        self.memory = memory
+
+    def learn(self, probability: float, right: bool) -> None:
+        if self.expected > self.memory:
+            self.right *= 0.5
+            self.expected *= 0.5
+        self.expected += probability
+        self.right += right
+        self.value = self.right / self.expected
+
+
+class Calibration:
+    """Corrects beliefs by two running ratios of right to expected tokens.
+
+    One is kept for each range of beliefs over all requests, one for each request over all beliefs.
+    Whatever follows is the judge, whether a node was verified or not, so a drafter whose proposals
+    are never verified still learns.
+    """
+
+    def __init__(self) -> None:
+        self._bins = [_Ratio(MEMORY) for _ in range(BINS + 1)]
+        self._requests: dict[int, _Ratio] = {}
+        self._open: dict[int, tuple[int, Draft, Sequence[float]]] = {}
+
+    def estimate(self, request: Request, belief: float) -> float:
+        """The chance that a node is right whose ancestors are, where the drafter says `belief`."""
+        own = self._requests.get(request.id)
+        estimate = belief * self._bins[int(belief * BINS)].value
+        return min(0.99, estimate * own.value if own else estimate)
+
+    def propose(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        beliefs: Sequence[float],
+        probs_NV: Tensor | None = None,
+        min_prob: float = 0.0,
+    ) -> Draft:
+        """A draft with honest survival, without the nodes that are below `min_prob`.
+
+        beliefs: per node, the chance that it is right if its ancestors are. All nodes are
+        remembered until `settle`, so that what is never proposed can prove to be worth it.
+        """
+        survival: list[float] = []
+        for parent, belief in zip(parents, beliefs, strict=True):
+            reached = survival[parent] if parent >= 0 else 1.0
+            survival.append(reached * self.estimate(request, belief))
+        draft = Draft(tokens, parents, survival, probs_NV)
+        self._open[request.id] = (len(request.tokens), draft, beliefs)
+        return prune(draft, [n for n, chance in enumerate(survival) if chance >= min_prob])
+
+    def settle(self, request: Request) -> None:
+        """Learn from the tokens that were committed since the request's last proposal, if any."""
+        length, draft, beliefs = self._open.pop(request.id, (0, None, ()))
+        if draft is None:
+            return
+        own = self._requests.get(request.id)
+        if own is None:
+            own = self._requests[request.id] = _Ratio(REQUEST_MEMORY)
+        for node, right in outcomes(draft, request.tokens[length:]):
+            shared = self._bins[int(beliefs[node] * BINS)]
+            own.learn(min(0.99, beliefs[node] * shared.value), right)
+            shared.learn(beliefs[node], right)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._open.pop(request.id, None)
+        self._requests.pop(request.id, None)

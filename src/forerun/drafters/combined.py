@@ -1,0 +1,45 @@
+"""`a+b`: where the first drafter has nothing to say, the second is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from forerun.core import Draft, Request, Verdict
+from forerun.drafters.base import Drafter
+
+
+class Combined(Drafter):
+    """Asks its drafters in order, each for the requests that are still without a draft."""
+
+    name = "combined"
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = list(drafters)
+        self.makes_trees = any(drafter.makes_trees for drafter in drafters)
+        self.samples = any(drafter.samples for drafter in drafters)
+        self.taps = sorted({tap for drafter in drafters for tap in drafter.taps})
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        drafts = [Draft()] * len(requests)
+        for drafter in self.drafters:
+            open_ = [index for index, draft in enumerate(drafts) if not draft.tokens]
+            if not open_:
+                break
+            proposed = drafter.propose([requests[i] for i in open_], [budgets[i] for i in open_])
+            for index, draft in zip(open_, proposed, strict=True):
+                drafts[index] = replace(draft, sources=[drafter.name] * len(draft))
+        return drafts
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
+    ) -> None:
+        for drafter in self.drafters:
+            wanted = [list(self.taps).index(tap) for tap in drafter.taps]
+            drafter.observe(requests, verdicts, [tap[:, wanted] for tap in taps] if wanted else ())
+
+    def release(self, request: Request) -> None:
+        for drafter in self.drafters:
+            drafter.release(request)

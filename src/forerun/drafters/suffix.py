@@ -1,0 +1,123 @@
+"""`suffix`: a tree of what followed the last tokens before, counted over contexts of all lengths.
+
+In the spirit of SuffixDecoding (Oliaro et al., arXiv 2411.04975), with the back-off mixture of a
+compression model (prediction by partial matching) in place of its scores, so that every node has a
+probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from forerun.config import Settings
+from forerun.core import Draft, Request, Verdict
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.calibration import Calibration
+from forerun.drafters.counts import END, Matches, Trie, mixture
+from forerun.drafters.tree import best_first
+
+# Sightings that one sighting counts for: those in the request itself tell more.
+REQUEST_WEIGHT = 2.0
+PAST_WEIGHT = 0.5
+
+
+class SuffixOptions(Settings):
+    """Options of `suffix`.
+
+    order: longest context. k: most nodes proposed. min_prob: nodes that are less likely to survive
+    are not proposed.
+    shared: how many past outputs of this engine to learn from, too. How long an answer takes then
+    depends on what others were answered before, which the users of one engine may not want.
+    """
+
+    order: Annotated[int, Field(ge=1)] = 16
+    k: Annotated[int, Field(ge=1)] = 24
+    min_prob: Annotated[float, Field(ge=0, le=1)] = 0.05
+    shared: Annotated[int, Field(ge=0)] = 0
+
+
+class Suffix(Drafter):
+    """Proposes the most probable paths. State: the counts of each request, and of past outputs."""
+
+    name = "suffix"
+    options = SuffixOptions
+    example = "suffix:shared=8"
+    makes_trees = True
+
+    def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
+        self._options = options
+        self._tries: dict[int, Trie] = {}
+        self._past = _Past(options) if options.shared else None
+        self._calibration = Calibration()
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        return [self._propose(*each) for each in zip(requests, budgets, strict=True)]
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
+    ) -> None:
+        for request in requests:
+            self._calibration.settle(request)
+
+    def release(self, request: Request) -> None:
+        self._tries.pop(request.id, None)
+        self._calibration.forget(request)
+        if self._past and request.finish_reason:  # else it will be back, with the same output
+            self._past.add(request.output)
+
+    def _propose(self, request: Request, budget: int) -> Draft:
+        nodes = min(budget, self._options.k)
+        if nodes <= 0 or request.remaining <= 1:
+            return Draft()
+        draft = best_first(
+            self._matches(request),
+            lambda sources: mixture(sources, self._options.min_prob),
+            lambda sources, token: [source.advance(token) for source in sources],
+            nodes=nodes,
+            depth=request.remaining - 1,
+            floor=self._options.min_prob,
+            ends=request.stop_ids,
+        )
+        if not draft.tokens:
+            return draft
+        beliefs = [
+            reached / (draft.survival[parent] if parent >= 0 else 1.0)
+            for reached, parent in zip(draft.survival, draft.parents, strict=True)
+        ]
+        return self._calibration.propose(
+            request, draft.tokens, draft.parents, beliefs, min_prob=self._options.min_prob
+        )
+
+    def _matches(self, request: Request) -> list[Matches]:
+        trie = self._tries.get(request.id)
+        if trie is None:
+            trie = self._tries[request.id] = Trie(request.tokens, self._options.order)
+        trie.update()
+        own: list[Matches] = [trie.endings(REQUEST_WEIGHT)]
+        return own + self._past.match(request.tokens) if self._past else own
+
+
+class _Past:
+    """Past outputs in two generations: when the younger is full, the older is forgotten."""
+
+    def __init__(self, options: SuffixOptions) -> None:
+        self._order = options.order
+        self._full = (options.shared + 1) // 2
+        self._young = self._old = Trie([], self._order)
+        self._outputs = 0
+
+    def add(self, output: list[int]) -> None:
+        if self._outputs == self._full:
+            self._old, self._young = self._young, Trie([], self._order)
+            self._outputs = 0
+        self._young.tokens += [*output, END]
+        self._young.update()
+        self._outputs += 1
+
+    def match(self, tokens: Sequence[int]) -> list[Matches]:
+        young: list[Matches] = [self._young.match(tokens, PAST_WEIGHT)]
+        return young if self._old is self._young else [*young, self._old.match(tokens, PAST_WEIGHT)]
