@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from forerun.cli import options
+from forerun.cli.answer import Answer
 from forerun.cli.options import option
 from forerun.cli.paint import Painter
-from forerun.engine.outputs import Completion, Delta
 from forerun.errors import ConfigError, PromptError
 from forerun.tune.workloads import Prompt
-
-if TYPE_CHECKING:
-    from forerun.core import SamplingParams
-    from forerun.engine.llm import LLM
 
 
 def generate(
@@ -89,7 +83,7 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         logit_bias=options.logit_bias(logit_bias),
-        seed=seed,
+        seed=secrets.randbits(32) if seed is None else seed,  # drawn here, so that --json can tell
         stop=tuple(stop),
         stop_token_ids=tuple(stop_token_id),
         include_stop_str_in_output=include_stop_str_in_output,
@@ -113,8 +107,8 @@ def generate(
     answer = Answer(llm, tokens, params)
     answer.follow(None if as_json else painter.paint if painter else lambda delta: delta.text)
     if as_json:
-        names = {"model": model, "draft": spec, "verifier": verifier}
-        print(json.dumps(names | answer.to_dict(), ensure_ascii=False))
+        asked = {"model": model, "draft": spec, "verifier": verifier, "seed": params.seed}
+        print(json.dumps(asked | answer.to_dict(), ensure_ascii=False))
     else:
         answer.print_others()
     if painter:
@@ -128,69 +122,3 @@ def _conversation(text: str, system: str | None) -> Prompt:
         raise PromptError("the prompt is empty; write what to answer")
     messages = [{"role": "system", "content": system}] if system else []
     return Prompt("prompt", (*messages, {"role": "user", "content": text}))
-
-
-class Answer:
-    """The outputs for one prompt, as far as they have come."""
-
-    def __init__(self, llm: LLM, prompt: list[int], params: SamplingParams) -> None:
-        self.llm = llm
-        self.prompt = prompt
-        self.params = params
-        self.outputs = [Completion(index) for index in range(params.n)]
-        self.seconds = self.ttft_s = 0.0
-        self.interrupted = False
-
-    def follow(self, show: Callable[[Delta], str] | None) -> None:
-        """Let the model write; the first output is printed as it comes, in the form `show` gives
-        it. Ctrl-C ends it early and keeps what there is."""
-        begin = perf_counter()
-        try:
-            for delta in self.llm.stream(self.prompt, self.params):
-                self.seconds = perf_counter() - begin
-                self.ttft_s = self.ttft_s or self.seconds
-                self.outputs[delta.index].append(delta)
-                if show and delta.index == 0:
-                    print(show(delta), end="", flush=True)
-        except KeyboardInterrupt:
-            self.interrupted = True
-            for output in self.outputs:
-                output.finish_reason = output.finish_reason or "abort"
-        if show and not self.outputs[0].text.endswith("\n"):
-            print()
-
-    def print_others(self) -> None:
-        """Print the outputs behind the first, each under a line with its number."""
-        for output in self.outputs[1:]:
-            print(f"--- {output.index + 1} of {len(self.outputs)}", output.text, sep="\n")
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(output.token_ids) for output in self.outputs)
-
-    def figures(self) -> str:
-        """Speed and acceptance in one line."""
-        stats = self.llm.stats
-        return (
-            f"{self.tokens} tokens in {self.seconds:.1f} s with the prompt, "
-            f"{self.tokens / max(self.seconds, 1e-9):.1f} tok/s | "
-            f"mean acceptance length {stats.acceptance_length:.2f}, "
-            f"acceptance rate {stats.acceptance_rate:.0%}, "
-            f"{stats.tokens_per_pass:.2f} tokens per pass"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        stats = self.llm.stats
-        return {
-            "prompt_tokens": len(self.prompt),
-            "outputs": [asdict(output) for output in self.outputs],
-            "ttft_s": self.ttft_s,
-            "seconds": self.seconds,
-            "tok_s": self.tokens / max(self.seconds, 1e-9),
-            "stats": asdict(stats)
-            | {
-                "acceptance_length": stats.acceptance_length,
-                "acceptance_rate": stats.acceptance_rate,
-                "tokens_per_pass": stats.tokens_per_pass,
-            },
-        }

@@ -19,7 +19,7 @@ from forerun.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
 from forerun.models.weights import folder_weights
 
 OURS = "forerun's own decoder"
-THEIRS = "transformers"
+THEIRS = "transformers, if the check at load finds it fit"
 Facts = dict[str, Any]
 
 # What families call the same number in their config.json.

@@ -1,0 +1,206 @@
+"""`forerun bench` on a random model: table, JSON, page, and what happens when it is cut short."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.cli.main import main
+from forerun.engine.llm import LLM
+from forerun.tune.workloads import load_workload
+from tiny import tiny_folder
+
+TINY = ["--dtype", "float32", "--device", "cpu", "--max-tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_folder(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": "abab"}, {"prompt": "Hello"}, {"turns": ["one", "two"]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_table_json_and_page(
+    capsys: pytest.CaptureFixture[str], model: str, prompts: str, tmp_path: Path
+) -> None:
+    results, html = tmp_path / "results.json", tmp_path / "results.html"
+    arguments = ["bench", "--model", model, "--workload", prompts, *TINY, "--batch", "1,2"]
+    drafts = ["--draft", "ngram", "--draft", "suffix:k=4"]
+    assert main([*arguments, *drafts, "--json", str(results), "--html", str(html)]) == 0
+    out, err = capsys.readouterr()
+    digest = load_workload(prompts).hash
+    assert err == (
+        f"mine: 3 prompts, hash {digest}; of 1 with several turns only the first is used\n"
+    )
+    written = json.loads(results.read_text())
+    rows, meta = written["rows"], written["meta"]
+    assert [(row["spec"], row["method"], row["batch"]) for row in rows] == [
+        ("none", "none", 1),
+        ("ngram", "ngram", 1),
+        ("suffix:k=4", "suffix", 1),
+        ("none", "none", 2),
+        ("ngram", "ngram", 2),
+        ("suffix:k=4", "suffix", 2),
+    ]
+    for row in rows:
+        assert (row["output_tokens"], row["prompts"], row["dtype"]) == (36, 3, "float32")
+        compared = 0 if row["spec"] == "none" else 3
+        assert (row["identical"], row["prompts_compared"]) == (compared, compared)
+        assert row["speedup"] == pytest.approx(row["tok_s"] / row["plain_tok_s"])
+    assert meta["workloads"] == {"mine": {"hash": digest, "prompts": 3}}
+    assert meta["sampling"]["max_tokens"] == 12
+    assert meta["versions"]["forerun"]
+    for row in rows:
+        assert f"{row['tok_s']:.1f}" in out
+    assert "Same tokens as plain decoding: 12 of 12 answers" in out
+    check_page(html.read_text(), rows)
+
+
+class Page(HTMLParser):
+    """Collects what a page shows and what it would load."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.charts = 0
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.charts += tag == "svg"
+        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href")]
+        if tag not in ("meta", "line"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def check_page(html: str, rows: list[dict[str, Any]]) -> None:
+    page = Page(html)
+    assert page.open == []
+    assert page.loads == []
+    assert not re.search(r"<script|@import|url\(", html)
+    curves = {row["batch"] for row in rows if row["acceptance_per_position"]}
+    assert page.charts == 2 + len(curves)
+    text = " ".join(page.texts)
+    for row in rows:
+        assert f"{row['speedup']:.2f}x" in text
+        assert row["spec"] in text
+
+
+def test_json_to_stdout_moves_the_table(
+    capsys: pytest.CaptureFixture[str], model: str, prompts: str
+) -> None:
+    arguments = ["bench", "--model", model, "--workload", prompts, "--prompts", "1", *TINY]
+    assert main([*arguments, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert [row["spec"] for row in json.loads(out)["rows"]] == ["none", "suffix"]
+    assert "speed-up" in err
+
+
+def test_names_in_a_page_are_escaped(model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "<b>&.txt"
+    prompts.write_text("abab\n")
+    html = tmp_path / "page.html"
+    assert (
+        main(["bench", "--model", model, "--workload", str(prompts), *TINY, "--html", str(html)])
+        == 0
+    )
+    assert "<b>" not in html.read_text()
+    assert "&lt;b&gt;&amp;" in html.read_text()
+
+
+def test_ctrl_c_shows_and_writes_what_is_finished(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    prompts: str,
+    tmp_path: Path,
+) -> None:
+    real, calls = LLM.generate, []
+
+    def interrupted(self: LLM, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 + 4 + 2:  # two warm-ups, two prompts done, one draft on the third
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    results = tmp_path / "results.json"
+    arguments = ["bench", "--model", model, "--workload", prompts, *TINY, "--json", str(results)]
+    assert main(arguments) == 130
+    out, err = capsys.readouterr()
+    assert "speed-up" in out
+    assert err.endswith("error: interrupted\n")
+    assert [row["prompts"] for row in json.loads(results.read_text())["rows"]] == [2, 2]
+
+
+def test_ctrl_c_before_the_first_result_writes_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    prompts: str,
+    tmp_path: Path,
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    results = tmp_path / "results.json"
+    arguments = ["bench", "--model", model, "--workload", prompts, *TINY, "--json", str(results)]
+    assert main(arguments) == 130
+    assert capsys.readouterr().out == ""
+    assert not results.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workload", "code_edit"], "did you mean 'code-edit'?"),
+        (["--batch", "1;8"], "write numbers with commas, as 1,8"),
+        (["--batch", "0"], "1 or more"),
+        (["--repeat", "0"], "1 or more"),
+        (["--prompts", "0"], "give 1 or more"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--draft", "sufix"], "did you mean 'suffix'?"),
+        (["--verifier", "folow"], "did you mean 'follow'?"),
+        (["--json", "no/such/folder/x.json"], "there is no folder"),
+        (["--workload", "summarise"], "prompt summarise-01 of summarise has"),
+        (["--kv-tokens", "20"], "prompt"),
+    ],
+)
+def test_options_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    prompts: str,
+    options: list[str],
+    message: str,
+) -> None:
+    workload = [] if "--workload" in options else ["--workload", prompts]
+    assert main(["bench", "--model", model, *workload, *options]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    error = err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert "Traceback" not in err
