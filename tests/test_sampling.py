@@ -228,6 +228,15 @@ def test_greedy_ties_go_to_the_lowest_token() -> None:
     assert argmax(logits_NV) == [77] * 4
 
 
+def test_sampled_ties_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "gumbel", lambda seed, position, ids_N, stream: ids_N * 0.0)
+    logits_NV = torch.zeros(1, 3000)
+    logits_NV[:, [2900, 700, 77, 1500]] = 1
+    cases: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.001}, {"min_p": 0.9}]
+    for params in cases:
+        assert choose(logits_NV, [Place(request(**params))]) == [77], params
+
+
 def test_choices_over_seeds_follow_the_law() -> None:
     logits_V = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -3.0])
     draws = 4000
