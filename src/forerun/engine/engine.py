@@ -77,7 +77,9 @@ class Engine:
         that can never be served, `ConfigError` for parameters that do not suit the model.
         """
         self._check_prompt(prompt)
-        self._check_params(params)
+        sampling.check_vocabulary(params, self.target.info.vocab_size)
+        if params.stop and not self.tokenizer:
+            raise ConfigError("stop strings need a tokenizer; use stop_token_ids instead")
         room = self.max_length - len(prompt)
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
@@ -272,18 +274,6 @@ class Engine:
                 f"the prompt has token ids outside 0 to {info.vocab_size - 1}; "
                 f"encode it with the tokenizer of {info.name}"
             )
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if params.stop and not self.tokenizer:
-            raise ConfigError("stop strings need a tokenizer; use stop_token_ids instead")
-        size = self.target.info.vocab_size
-        for name, ids in (
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for token in ids:
-                if not 0 <= token < size:
-                    raise ConfigError(f"{name} names token {token}; use ids from 0 to {size - 1}")
 
 
 def seed_of(seed: int, index: int) -> int:

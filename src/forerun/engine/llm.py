@@ -130,8 +130,9 @@ class LLM:
         jobs = self._submit([prompt], params)
         (job,) = jobs
         try:
-            while not job.ended:
-                self._advance()
+            while job.deltas or not job.ended:
+                if not job.deltas:  # another stream's passes may have brought some
+                    self._advance()
                 yield from job.take_deltas()
         finally:
             self._abort(jobs)
@@ -186,7 +187,7 @@ class _Job:
         self.ids = ids
         self.generations = generations
         self.completions = [Completion(g.index, seed=g.request.seed) for g in generations]
-        self._deltas: list[Delta] = []
+        self.deltas: list[Delta] = []  # those not yet handed to a stream
 
     @property
     def stream_ids(self) -> list[int]:
@@ -198,11 +199,11 @@ class _Job:
 
     def append(self, delta: Delta) -> None:
         self.completions[delta.index].append(delta)
-        self._deltas.append(delta)
+        self.deltas.append(delta)
 
     def take_deltas(self) -> list[Delta]:
-        """The deltas that came since the last call."""
-        deltas, self._deltas = self._deltas, []
+        """Those that came since the last call."""
+        deltas, self.deltas = self.deltas, []
         return deltas
 
     def output(self) -> RequestOutput:
