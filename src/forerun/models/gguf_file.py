@@ -95,7 +95,9 @@ class GGUFFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("<I"))
         entries = [cursor.tensor() for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"alignment {alignment}")
         data = -(-cursor.at // alignment) * alignment
         for name, shape, kind, offset in entries:
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]

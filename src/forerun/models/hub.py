@@ -130,6 +130,7 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder. Raises `ModelError` when it is missing or damaged."""
     """The content of config.json. Raises `ModelError` when there is none or it is damaged."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROWS = 24
 LONG = 200  # rows of a pass that is large enough for the kernels of prompts
-MULTIPLES = (2, 4, 8)
+MULTIPLES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from forerun.home import cache_folder
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
-MAX_HEAD, MAX_GROUP = 256, 64  # as in kernels.c
+MAX_HEAD, MAX_GROUP, LANES, COLUMNS = 256, 64, 16, 32  # as in kernels.c
 
 
 class Pass(ctypes.Structure):
@@ -39,6 +39,19 @@ class Pass(ctypes.Structure):
         ("position", ctypes.c_void_p),
         ("straight", ctypes.c_void_p),
         ("query", ctypes.c_void_p),
+        ("narrow", ctypes.c_void_p),
+        ("wide", ctypes.c_void_p),
+    )
+
+
+class Matrix(ctypes.Structure):
+    """Mirror of `Matrix` in kernels.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("in_", ctypes.c_int32),
+        ("out", ctypes.c_int32),
     )
 
 
@@ -61,6 +74,15 @@ class Layer(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int32),
+        ("gelu", ctypes.c_int32),
+        ("qkv", Matrix),
+        ("o", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("before_attention", ctypes.c_void_p),
+        ("after_attention", ctypes.c_void_p),
+        ("before_mlp", ctypes.c_void_p),
+        ("after_mlp", ctypes.c_void_p),
     )
 
 
@@ -117,7 +139,9 @@ def _processor() -> str:
     if not cpuinfo.exists():
         return platform.processor() + platform.machine()
     fields = dict(
-        line.split(":", 1) for line in cpuinfo.read_text().split("\n\n")[0].split("\n") if ":" in line
+        line.split(":", 1)
+        for line in cpuinfo.read_text().split("\n\n")[0].split("\n")
+        if ":" in line
     )
     named = {key.strip(): value for key, value in fields.items()}
     return named.get("model name", "") + named.get("flags", named.get("Features", ""))
@@ -125,10 +149,9 @@ def _processor() -> str:
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int32, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-    lib.rms_norm.argtypes = (pointer, pointer, pointer, pointer, int32, int32, real, int32)
-    lib.gated.argtypes = (pointer, pointer, int32, int32, int32, int32)
     lib.prepare.argtypes = (pointer,)
-    lib.attention.argtypes = (pointer, pointer, pointer, pointer)
-    for name in ("rms_norm", "gated", "prepare", "attention"):
+    lib.run.argtypes = (pointer, pointer, int32, pointer)
+    lib.logits.argtypes = (pointer, pointer, real, pointer, pointer, pointer, int32, int32)
+    for name in ("prepare", "run", "logits"):
         getattr(lib, name).restype = None
     return lib

@@ -1,20 +1,28 @@
-/* The parts of a decoder pass that are not matrix products, for processors.
+/* The layers of a decoder pass, for processors.
  *
  * Every output row is computed by the same operations in the same order, whatever other rows share
- * the pass: the keys of a row are visited in tiles of 16 positions of ITS OWN path, root first. So a
- * row of a tree, of a chain, of a batch or alone gives the same bits.
+ * the pass: products sum over the inner size from front to back, and the keys of a row are visited
+ * in blocks of 64 positions of ITS OWN path, root first. So a row of a tree, of a chain, of a batch
+ * or alone gives the same bits.
  *
  * Tensors are bfloat16 (bf16 = 1) or float32; all sums are float32. Vectors are GCC vector
- * extensions, so the file compiles for any processor.
+ * extensions, so the file compiles for any processor; products of bfloat16 use the instruction that
+ * AVX-512 has for them where it exists.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
-#define TILE 16 /* positions per tile, lanes per vector */
+#define LANES 16 /* of a vector */
+#define PARTS 4  /* vectors per block of positions */
+#define BLOCK (PARTS * LANES)
 #define MAX_HEAD 256
-#define MAX_QUERIES 64 /* query heads handled by one task */
+#define MAX_QUERIES 64 /* handled by one task */
+#define TOGETHER 4     /* queries that share one walk over a block */
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -33,7 +41,16 @@ typedef struct {
     int32_t *straight;            /* per row, filled by prepare: leading positions of its path that
                                      lie in consecutive slots from the segment's base on */
     float *query;                 /* scratch [rows, heads, head_dim] */
+    void *narrow, *wide;          /* scratch [rows, largest inner size], [rows, largest fused size] */
 } Pass;
+
+/* y = x W^T + b, W packed as [out / 32, in / 2, 32, 2] (bfloat16) or [out / 32, in, 32] (float32),
+ * padded to whole blocks of 32 outputs. */
+typedef struct {
+    const void *weight;
+    const float *bias; /* or null */
+    int32_t in, out;
+} Matrix;
 
 typedef struct {
     int32_t bf16, heads, kv_heads, head_dim;
@@ -43,6 +60,10 @@ typedef struct {
     const float *q_norm, *k_norm; /* [head_dim] or null; the offset is already added */
     float norm_eps, scale, softcap; /* softcap 0: none */
     int32_t window;                 /* 0: all positions */
+    int32_t gelu;                   /* else SiLU */
+    Matrix qkv, o, gate_up, down;   /* qkv is [q | k | v], gate_up [gate | up] */
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp; /* norm weights; the
+                                       ones behind attention and MLP may be null */
 } Layer;
 
 INLINE vf splat(float x) { return x - (vf){0}; }
@@ -68,20 +89,34 @@ INLINE void store(void *p, int64_t i, vf x, int bf16) {
     }
 }
 
+/* Fold the upper half onto the lower one, four times; all lanes end up with the result. */
+#define FOLD(x, op)                                                                    \
+    do {                                                                               \
+        vf y = __builtin_shuffle(x, (vi){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}); \
+        x = op(x, y);                                                                  \
+        y = __builtin_shuffle(x, (vi){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});    \
+        x = op(x, y);                                                                  \
+        y = __builtin_shuffle(x, (vi){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});    \
+        x = op(x, y);                                                                  \
+        y = __builtin_shuffle(x, (vi){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});    \
+        x = op(x, y);                                                                  \
+    } while (0)
+
+INLINE vf plus(vf a, vf b) { return a + b; }
+
+INLINE vf larger(vf a, vf b) {
+    vi first = a > b;
+    return (vf)(((vi)a & first) | ((vi)b & ~first));
+}
+
 INLINE float sum(vf x) {
-    float s[TILE];
-    memcpy(s, &x, sizeof s);
-    for (int w = TILE / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) s[i] += s[i + w];
-    return s[0];
+    FOLD(x, plus);
+    return x[0];
 }
 
 INLINE float max(vf x) {
-    float s[TILE];
-    memcpy(s, &x, sizeof s);
-    for (int w = TILE / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) s[i] = s[i] > s[i + w] ? s[i] : s[i + w];
-    return s[0];
+    FOLD(x, larger);
+    return x[0];
 }
 
 /* e^x for x <= 0 (and small positive x), relative error about 1e-7; below -87 it is 0. */
@@ -114,21 +149,23 @@ INLINE vf tanh_of(vf x) { /* 1 - 2 / (e^2x + 1), with the exponent kept <= 0 */
 INLINE void norm_row(const void *x, const float *weight, const void *residual, void *out,
                      int64_t at, int dim, float eps, int bf16) {
     vf squares = {0};
-    for (int d = 0; d < dim; d += TILE) {
+    for (int d = 0; d < dim; d += LANES) {
         vf v = load(x, at + d, bf16);
         squares += v * v;
     }
     float scale = 1.0f / sqrtf(sum(squares) / dim + eps);
-    for (int d = 0; d < dim; d += TILE) {
+    for (int d = 0; d < dim; d += LANES) {
         vf v = load(x, at + d, bf16) * scale * load(weight, d, 0);
         if (residual) v += load(residual, at + d, bf16);
         store(out, at + d, v, bf16);
     }
 }
 
-void rms_norm(const void *x, const float *weight, const void *residual, void *out, int32_t rows,
-              int32_t dim, float eps, int32_t bf16) {
-#pragma omp parallel for if ((int64_t)rows * dim > 32768)
+/* Functions with `omp for` share their work among the threads of the region they are called in. */
+
+static void rms_norm(const void *x, const float *weight, const void *residual, void *out,
+                     int32_t rows, int32_t dim, float eps, int bf16) {
+#pragma omp for schedule(static)
     for (int32_t r = 0; r < rows; r++)
         if (bf16) norm_row(x, weight, residual, out, (int64_t)r * dim, dim, eps, 1);
         else norm_row(x, weight, residual, out, (int64_t)r * dim, dim, eps, 0);
@@ -143,7 +180,7 @@ INLINE vf activate(vf x, int gelu) {
 }
 
 INLINE void gate_row(const void *gate_up, void *out, int64_t r, int dim, int gelu, int bf16) {
-    for (int d = 0; d < dim; d += TILE) {
+    for (int d = 0; d < dim; d += LANES) {
         vf gate = load(gate_up, r * 2 * dim + d, bf16);
         vf up = load(gate_up, r * 2 * dim + dim + d, bf16);
         store(out, r * dim + d, activate(gate, gelu) * up, bf16);
@@ -151,11 +188,97 @@ INLINE void gate_row(const void *gate_up, void *out, int64_t r, int dim, int gel
 }
 
 /* out = activation(gate) * up, from rows [gate | up] */
-void gated(const void *gate_up, void *out, int32_t rows, int32_t dim, int32_t gelu, int32_t bf16) {
-#pragma omp parallel for if ((int64_t)rows * dim > 16384)
+static void gated(const void *gate_up, void *out, int32_t rows, int32_t dim, int gelu, int bf16) {
+#pragma omp for schedule(static)
     for (int32_t r = 0; r < rows; r++)
         if (bf16) gelu ? gate_row(gate_up, out, r, dim, 1, 1) : gate_row(gate_up, out, r, dim, 0, 1);
         else gelu ? gate_row(gate_up, out, r, dim, 1, 0) : gate_row(gate_up, out, r, dim, 0, 0);
+}
+
+#define COLUMNS 32 /* of a block of a packed weight: two vectors */
+#define ROWS 8     /* that share one walk over a block */
+
+/* acc + w0 * x0 + w1 * x1, for 16 pairs of weights and one pair of inputs */
+INLINE vf dot(vf acc, vu w, uint32_t x) {
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+    uint32_t low = x << 16, high = x & 0xffff0000;
+    float x0, x1;
+    memcpy(&x0, &low, 4);
+    memcpy(&x1, &high, 4);
+    acc += (vf)(w << 16) * x0;
+    return acc + (vf)(w & 0xffff0000) * x1;
+#endif
+}
+
+/* n rows (a constant at each call) from row r on, times one block of columns. */
+INLINE void block_product(const Matrix *m, const void *x, const void *residual, void *out,
+                          int64_t r, const int n, int32_t block, int bf16, int out_bf16) {
+    vf a[ROWS], b[ROWS]; /* arrays of constant size stay in registers, a[n] would not */
+    for (int i = 0; i < n; i++) a[i] = b[i] = (vf){0};
+    if (bf16) {
+        const uint32_t *w = (const uint32_t *)m->weight + (int64_t)block * COLUMNS * (m->in / 2);
+        const uint32_t *pairs = (const uint32_t *)x + r * (m->in / 2);
+        for (int k = 0; k < m->in / 2; k++, w += COLUMNS) {
+            vu w0, w1;
+            __builtin_prefetch(w + 16 * COLUMNS);
+            __builtin_prefetch(w + 16 * COLUMNS + LANES);
+            memcpy(&w0, w, sizeof w0);
+            memcpy(&w1, w + LANES, sizeof w1);
+            for (int i = 0; i < n; i++) {
+                uint32_t pair = pairs[(int64_t)i * (m->in / 2) + k];
+                a[i] = dot(a[i], w0, pair);
+                b[i] = dot(b[i], w1, pair);
+            }
+        }
+    } else {
+        const float *w = (const float *)m->weight + (int64_t)block * COLUMNS * m->in;
+        for (int k = 0; k < m->in; k++, w += COLUMNS) {
+            vf w0 = load(w, 0, 0), w1 = load(w, LANES, 0);
+            for (int i = 0; i < n; i++) {
+                float input = ((const float *)x)[(r + i) * m->in + k];
+                a[i] += w0 * input;
+                b[i] += w1 * input;
+            }
+        }
+    }
+    for (int half = 0; half < 2; half++) {
+        int32_t column = block * COLUMNS + half * LANES;
+        if (column >= m->out) break;
+        for (int i = 0; i < n; i++) {
+            vf y = half ? b[i] : a[i];
+            int64_t at = (r + i) * m->out + column;
+            if (m->bias) y += load(m->bias, column, 0);
+            if (residual) y += load(residual, at, bf16);
+            store(out, at, y, out_bf16);
+        }
+    }
+}
+
+INLINE void product_of_type(const Matrix *m, const void *x, const void *residual, void *out,
+                            int32_t rows, const int bf16, const int out_bf16) {
+    int32_t blocks = (m->out + COLUMNS - 1) / COLUMNS;
+#pragma omp for schedule(static)
+    for (int32_t block = 0; block < blocks; block++) {
+        int32_t r = 0;
+        for (; r + ROWS <= rows; r += ROWS)
+            block_product(m, x, residual, out, r, ROWS, block, bf16, out_bf16);
+        switch (rows - r) {
+#define CASE(n)                                                                       \
+    case n: block_product(m, x, residual, out, r, n, block, bf16, out_bf16); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+#undef CASE
+        }
+    }
+}
+
+/* out = x W^T + b (+ residual); x and residual of the model's type. out may be the residual. */
+static void product(const Matrix *m, const void *x, const void *residual, void *out, int32_t rows,
+                    int bf16, int out_bf16) {
+    if (bf16 && out_bf16) product_of_type(m, x, residual, out, rows, 1, 1);
+    else if (bf16) product_of_type(m, x, residual, out, rows, 1, 0);
+    else product_of_type(m, x, residual, out, rows, 0, 0);
 }
 
 /* Positions and path shapes of a pass; once per pass, before its layers. */
@@ -177,7 +300,7 @@ void prepare(Pass *pass) {
 INLINE void rotate(const void *x, int64_t at, const float *norm, float eps, const float *cosine,
                    const float *sine, int dim, float *out, int bf16) {
     float head[MAX_HEAD] __attribute__((aligned(64)));
-    for (int d = 0; d < dim; d += TILE) store(head, d, load(x, at + d, bf16), 0);
+    for (int d = 0; d < dim; d += LANES) store(head, d, load(x, at + d, bf16), 0);
     if (norm) norm_row(head, norm, NULL, head, 0, dim, eps, 0);
     int half = dim / 2;
     for (int d = 0; d < half; d++) {
@@ -197,36 +320,39 @@ INLINE void place_row(const Pass *pass, const Layer *layer, const void *qkv, int
     for (int h = 0; h < heads; h++, at += dim) {
         float *query = pass->query + (r * heads + h) * dim;
         rotate(qkv, at, layer->q_norm, layer->norm_eps, cosine, sine, dim, query, bf16);
-        for (int d = 0; d < dim; d += TILE) store(query, d, load(query, d, 0) * layer->scale, 0);
+        for (int d = 0; d < dim; d += LANES) store(query, d, load(query, d, 0) * layer->scale, 0);
     }
     for (int g = 0; g < kv_heads; g++, at += dim) {
         float key[MAX_HEAD] __attribute__((aligned(64)));
         int64_t to = (g * layer->slots + slot) * dim;
         rotate(qkv, at, layer->k_norm, layer->norm_eps, cosine, sine, dim, key, bf16);
-        for (int d = 0; d < dim; d += TILE) store(layer->key, to + d, load(key, d, 0), bf16);
+        for (int d = 0; d < dim; d += LANES) store(layer->key, to + d, load(key, d, 0), bf16);
     }
     for (int g = 0; g < kv_heads; g++, at += dim) {
         int64_t to = (g * layer->slots + slot) * dim;
-        for (int d = 0; d < dim; d += TILE) store(layer->value, to + d, load(qkv, at + d, bf16), bf16);
+        for (int d = 0; d < dim; d += LANES) store(layer->value, to + d, load(qkv, at + d, bf16), bf16);
     }
 }
 
-/* 16 keys, transposed, and 16 values as float32: what all queries of a tile share. */
+/* The keys (transposed) and values of one block of positions as float32, shared by all queries
+ * that see the block. */
 typedef struct {
-    float key[MAX_HEAD][TILE] __attribute__((aligned(64)));
-    float value[TILE][MAX_HEAD] __attribute__((aligned(64)));
+    float key[MAX_HEAD][BLOCK] __attribute__((aligned(64)));
+    float value[BLOCK][MAX_HEAD] __attribute__((aligned(64)));
 } Tile;
 
-typedef struct { /* one task: some rows of one segment, one kv head and its query heads */
-    int32_t queries;
-    float largest[MAX_QUERIES], total[MAX_QUERIES];
-    float sum[MAX_QUERIES][MAX_HEAD] __attribute__((aligned(64)));
+typedef struct { /* the online softmax of one query */
+    float sum[MAX_HEAD] __attribute__((aligned(64)));
+    vf total;      /* of the weights, lane by lane */
+    float largest; /* score so far */
+    int32_t position, hidden; /* sees the positions (hidden, position] */
+    const float *query;
 } State;
 
 /* Transpose a 16 x 16 block in four rounds of pairwise exchanges. */
-INLINE void transpose(vf x[TILE]) {
+INLINE void transpose(vf x[LANES]) {
 #define ROUND(w, lo, hi)                                                             \
-    for (int i = 0; i < TILE; i++)                                                   \
+    for (int i = 0; i < LANES; i++)                                                  \
         if (!(i & w)) {                                                              \
             vf a = x[i], b = x[i + w];                                               \
             x[i] = __builtin_shuffle(a, b, (vi)lo);                                  \
@@ -243,186 +369,271 @@ INLINE void transpose(vf x[TILE]) {
 #undef ROUND
 }
 
-/* Load the keys and values of 16 slots (head offset already applied), negative slots as zeros. */
-INLINE void load_tile(const Layer *layer, int64_t head, const int64_t slot[TILE], Tile *tile,
-                      int dim, int bf16) {
-    for (int d = 0; d < dim; d += TILE) {
-        vf block[TILE];
-        for (int j = 0; j < TILE; j++) {
-            int64_t at = (head + (slot[j] < 0 ? 0 : slot[j])) * dim + d;
-            block[j] = slot[j] < 0 ? (vf){0} : load(layer->key, at, bf16);
-            store(tile->value[j], d, slot[j] < 0 ? (vf){0} : load(layer->value, at, bf16), 0);
+/* Load the keys and values of some slots of the kv head that starts at slot `head`; negative slots
+ * give zeros. */
+INLINE void load_tile(const Layer *layer, int64_t head, const int64_t slot[BLOCK], Tile *tile,
+                      const int dim, const int bf16) {
+    for (int at = 0; at < BLOCK; at += LANES)
+        for (int d = 0; d < dim; d += LANES) {
+            vf block[LANES];
+            for (int j = 0; j < LANES; j++) {
+                int empty = slot[at + j] < 0;
+                int64_t from = (head + (empty ? 0 : slot[at + j])) * dim + d;
+                block[j] = empty ? (vf){0} : load(layer->key, from, bf16);
+                vf value = empty ? (vf){0} : load(layer->value, from, bf16);
+                store(tile->value[at + j], d, value, 0);
+            }
+            transpose(block);
+            for (int j = 0; j < LANES; j++) store(tile->key[d + j], at, block[j], 0);
         }
-        transpose(block);
-        for (int j = 0; j < TILE; j++) store(tile->key[d + j], 0, block[j], 0);
-    }
 }
 
-/* n queries (a constant at each call) against one tile: the online softmax.
- * Lanes of `seen` are all ones where the position is visible. At least one is. */
-INLINE void visit(const float *query, State *state, int first, const int n, const Tile *tile,
-                  vi seen, float softcap, int dim) {
-    vf even[n], odd[n];
-    for (int i = 0; i < n; i++) even[i] = odd[i] = (vf){0};
-    for (int d = 0; d < dim; d += 2) {
-        vf k0 = load(tile->key[d], 0, 0), k1 = load(tile->key[d + 1], 0, 0);
-        for (int i = 0; i < n; i++) {
-            even[i] += query[i * dim + d] * k0;
-            odd[i] += query[i * dim + d + 1] * k1;
+/* Weights of n queries (a constant at each call) for the block of positions from `from` on. */
+INLINE void score(State *const state[], const int n, const Tile *tile, int32_t from, float softcap,
+                  const int dim, float weight[][BLOCK], float old[]) {
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vf s[TOGETHER][PARTS];
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < PARTS; k++) s[i][k] = (vf){0};
+    for (int d = 0; d < dim; d++)
+        for (int k = 0; k < PARTS; k++) {
+            vf key = load(tile->key[d], k * LANES, 0);
+            for (int i = 0; i < n; i++) s[i][k] += state[i]->query[d] * key;
         }
-    }
-    float weight[n][TILE], old[n];
     for (int i = 0; i < n; i++) {
-        vf score = even[i] + odd[i];
-        if (softcap != 0) score = softcap * tanh_of(score / softcap);
-        score = (vf)(((vi)score & seen) | ((vi)splat(-INFINITY) & ~seen));
-        float largest = max(score), before = state->largest[first + i];
-        if (before > largest) largest = before;
-        vf p = exponential(score - largest);
-        vf q = exponential(splat(before - largest));
-        old[i] = q[0];
-        state->largest[first + i] = largest;
-        state->total[first + i] = state->total[first + i] * old[i] + sum(p);
-        memcpy(weight[i], &p, sizeof p);
-    }
-    for (int d = 0; d < dim; d += 2 * TILE) {
-        int two = d + TILE < dim;
-        vf a[n], b[n];
-        for (int i = 0; i < n; i++) {
-            a[i] = load(state->sum[first + i], d, 0) * old[i];
-            b[i] = two ? load(state->sum[first + i], d + TILE, 0) * old[i] : (vf){0};
+        vf top = splat(-INFINITY);
+        for (int k = 0; k < PARTS; k++) {
+            vi at = lane + (from + k * LANES);
+            vi seen = (at <= state[i]->position) & (at > state[i]->hidden);
+            if (softcap != 0) s[i][k] = softcap * tanh_of(s[i][k] / softcap);
+            s[i][k] = (vf)(((vi)s[i][k] & seen) | ((vi)splat(-INFINITY) & ~seen));
+            top = larger(top, s[i][k]);
         }
-        for (int j = 0; j < TILE; j++) {
-            vf v0 = load(tile->value[j], d, 0);
-            vf v1 = two ? load(tile->value[j], d + TILE, 0) : (vf){0};
-            for (int i = 0; i < n; i++) {
-                a[i] += weight[i][j] * v0;
-                b[i] += weight[i][j] * v1;
-            }
+        float largest = max(top);
+        if (state[i]->largest > largest) largest = state[i]->largest;
+        old[i] = exponential(splat(state[i]->largest - largest))[0];
+        state[i]->largest = largest;
+        vf total = state[i]->total * old[i];
+        for (int k = 0; k < PARTS; k++) {
+            vf p = exponential(s[i][k] - largest);
+            total += p;
+            store(weight[i], k * LANES, p, 0);
         }
-        for (int i = 0; i < n; i++) {
-            store(state->sum[first + i], d, a[i], 0);
-            if (two) store(state->sum[first + i], d + TILE, b[i], 0);
-        }
+        state[i]->total = total;
     }
 }
 
-/* Rows [begin, end) of segment s and kv head g. */
-INLINE void attend(const Pass *pass, const Layer *layer, void *out, int s, int g, int32_t begin,
-                   int32_t end, Tile *shared, Tile *own, State *state, const int dim,
-                   const int bf16) {
-    int group = layer->heads / layer->kv_heads;
-    int64_t head = g * layer->slots, base = pass->base[s];
-    int32_t last = 0, length = pass->length[s], first = pass->first[s];
-    for (int32_t r = begin; r < end; r++)
-        if (pass->position[r] > last) last = pass->position[r];
-    for (int i = 0; i < (end - begin) * group; i++) {
-        state->largest[i] = -INFINITY;
-        state->total[i] = 0;
-        memset(state->sum[i], 0, dim * sizeof(float));
-    }
-    int32_t oldest = pass->position[begin];
-    for (int32_t r = begin; r < end; r++)
-        if (pass->position[r] < oldest) oldest = pass->position[r];
-    int32_t start = layer->window && oldest >= layer->window ? oldest - layer->window + 1 : 0;
-    for (int32_t from = start / TILE * TILE; from <= last; from += TILE) {
-        int loaded = 0;
-        for (int32_t r = begin; r < end; r++) {
-            int32_t position = pass->position[r];
-            int32_t low = layer->window ? position - layer->window : -1; /* last hidden one */
-            if (from > position || from + TILE - 1 <= low) continue;
-            int64_t slot[TILE];
-            const Tile *tile = shared;
-            int32_t straight = pass->straight[r];
-            if (straight > position || from + TILE <= straight) {
-                if (!loaded) {
-                    for (int j = 0; j < TILE; j++)
-                        slot[j] = base + from + j < layer->slots ? base + from + j : -1;
-                    load_tile(layer, head, slot, shared, dim, bf16);
-                    loaded = 1;
-                }
-            } else { /* this row's own path: walk up from the row to the tile */
-                for (int j = 0; j < TILE; j++)
-                    slot[j] = from + j < length ? base + from + j : -1;
-                int32_t row = r - first;
-                for (int32_t p = position; p >= from && p >= length; p--) {
-                    if (p < from + TILE) slot[p - from] = base + length + row;
-                    row = pass->parent[first + row];
-                }
-                load_tile(layer, head, slot, own, dim, bf16);
-                tile = own;
-            }
-            vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-            vi seen = ((lane + from) <= position) & ((lane + from) > low);
-            const float *query = pass->query + ((int64_t)r * layer->heads + g * group) * dim;
-            int i = 0, at = (r - begin) * group;
-            for (; i + 4 <= group; i += 4)
-                visit(query + i * dim, state, at + i, 4, tile, seen, layer->softcap, dim);
-            for (; i + 3 <= group; i += 3)
-                visit(query + i * dim, state, at + i, 3, tile, seen, layer->softcap, dim);
-            for (; i < group; i++)
-                visit(query + i * dim, state, at + i, 1, tile, seen, layer->softcap, dim);
+/* Add the weighted values of a block to `width` lanes of n sums from d on (both constants). */
+INLINE void gather(State *const state[], const int n, const Tile *tile, const float weight[][BLOCK],
+                   const float old[], int d, const int width) {
+    vf x[TOGETHER][4];
+    for (int i = 0; i < n; i++)
+        for (int w = 0; w < width; w++) x[i][w] = load(state[i]->sum, d + w * LANES, 0) * old[i];
+    for (int j = 0; j < BLOCK; j++)
+        for (int w = 0; w < width; w++) {
+            vf value = load(tile->value[j], d + w * LANES, 0);
+            for (int i = 0; i < n; i++) x[i][w] += weight[i][j] * value;
         }
-    }
-    for (int32_t r = begin; r < end; r++)
-        for (int i = 0; i < group; i++) {
-            int at = (r - begin) * group + i;
-            for (int d = 0; d < dim; d += TILE)
-                store(out, ((int64_t)r * layer->heads + g * group + i) * dim + d,
-                      load(state->sum[at], d, 0) / state->total[at], bf16);
+    for (int i = 0; i < n; i++)
+        for (int w = 0; w < width; w++) store(state[i]->sum, d + w * LANES, x[i][w], 0);
+}
+
+INLINE void visit(State *const state[], const int n, const Tile *tile, int32_t from, float softcap,
+                  const int dim) {
+    float weight[TOGETHER][BLOCK] __attribute__((aligned(64))), old[TOGETHER];
+    int d = 0;
+    score(state, n, tile, from, softcap, dim, weight, old);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) gather(state, n, tile, weight, old, d, 4);
+    for (; d < dim; d += LANES) gather(state, n, tile, weight, old, d, 1);
+}
+
+INLINE void visit_all(State *const state[], int count, const Tile *tile, int32_t from,
+                      float softcap, const int dim) {
+    for (; count >= TOGETHER; count -= TOGETHER, state += TOGETHER)
+        visit(state, TOGETHER, tile, from, softcap, dim);
+    if (count == 3) visit(state, 3, tile, from, softcap, dim);
+    if (count == 2) visit(state, 2, tile, from, softcap, dim);
+    if (count == 1) visit(state, 1, tile, from, softcap, dim);
+}
+
+/* Rows [begin, end) of segment s with one kv head: states[row - begin][query head of the group]. */
+typedef struct {
+    const Pass *pass;
+    const Layer *layer;
+    int32_t s, kv_head, begin, end, group;
+    State *states;
+    Tile *shared, *own;
+} Task;
+
+INLINE void open_states(const Task *t, const int dim) {
+    for (int32_t r = t->begin; r < t->end; r++)
+        for (int i = 0; i < t->group; i++) {
+            State *state = &t->states[(r - t->begin) * t->group + i];
+            int64_t head = (int64_t)r * t->layer->heads + t->kv_head * t->group + i;
+            state->query = t->pass->query + head * dim;
+            state->position = t->pass->position[r];
+            state->hidden = t->layer->window ? state->position - t->layer->window : -1;
+            state->largest = -INFINITY;
+            state->total = (vf){0};
+            memset(state->sum, 0, dim * sizeof(float));
         }
 }
 
-static void attend_any(const Pass *pass, const Layer *layer, void *out, int s, int g,
-                       int32_t begin, int32_t end, Tile *shared, Tile *own, State *state) {
-    int dim = layer->head_dim;
-    if (layer->bf16 && dim == 64)
-        attend(pass, layer, out, s, g, begin, end, shared, own, state, 64, 1);
-    else if (layer->bf16)
-        attend(pass, layer, out, s, g, begin, end, shared, own, state, dim, 1);
-    else
-        attend(pass, layer, out, s, g, begin, end, shared, own, state, dim, 0);
+/* Slots of the block from `from` on along the path of row r. */
+static void own_slots(const Task *t, int32_t r, int32_t from, int64_t slot[BLOCK]) {
+    const Pass *pass = t->pass;
+    int32_t length = pass->length[t->s], first = pass->first[t->s];
+    for (int j = 0; j < BLOCK; j++) slot[j] = from + j < length ? pass->base[t->s] + from + j : -1;
+    int32_t row = r - first;
+    for (int32_t p = pass->position[r]; p >= from && p >= length; p--) {
+        if (p < from + BLOCK) slot[p - from] = pass->base[t->s] + length + row;
+        row = pass->parent[first + row];
+    }
+}
+
+/* One block of positions for all rows of a task. */
+INLINE void visit_block(const Task *t, int32_t from, int32_t last, const int dim, const int bf16) {
+    const Pass *pass = t->pass;
+    const Layer *layer = t->layer;
+    int64_t slot[BLOCK], head = (int64_t)t->kv_head * layer->slots;
+    State *sharing[MAX_QUERIES];
+    int count = 0;
+    for (int32_t r = t->begin; r < t->end; r++) {
+        State *states = &t->states[(r - t->begin) * t->group], *row[MAX_QUERIES];
+        int32_t position = states->position, straight = pass->straight[r];
+        if (from > position || from + BLOCK - 1 <= states->hidden) continue;
+        if (straight > position || from + BLOCK <= straight) {
+            for (int i = 0; i < t->group; i++) sharing[count++] = states + i;
+            continue;
+        }
+        for (int i = 0; i < t->group; i++) row[i] = states + i;
+        own_slots(t, r, from, slot);
+        load_tile(layer, head, slot, t->own, dim, bf16);
+        visit_all(row, t->group, t->own, from, layer->softcap, dim);
+    }
+    if (!count) return;
+    for (int j = 0; j < BLOCK; j++)
+        slot[j] = from + j <= last ? pass->base[t->s] + from + j : -1;
+    load_tile(layer, head, slot, t->shared, dim, bf16);
+    visit_all(sharing, count, t->shared, from, layer->softcap, dim);
+}
+
+INLINE void attend(const Task *t, void *out, const int dim, const int bf16) {
+    open_states(t, dim);
+    int32_t last = 0, start = INT32_MAX;
+    for (int32_t i = 0; i < (t->end - t->begin) * t->group; i++) {
+        if (t->states[i].position > last) last = t->states[i].position;
+        if (t->states[i].hidden + 1 < start) start = t->states[i].hidden + 1;
+    }
+    for (int32_t from = (start < 0 ? 0 : start) / BLOCK * BLOCK; from <= last; from += BLOCK)
+        visit_block(t, from, last, dim, bf16);
+    for (int32_t r = t->begin; r < t->end; r++)
+        for (int i = 0; i < t->group; i++) {
+            State *state = &t->states[(r - t->begin) * t->group + i];
+            float total = sum(state->total);
+            int64_t at = ((int64_t)r * t->layer->heads + t->kv_head * t->group + i) * dim;
+            for (int d = 0; d < dim; d += LANES)
+                store(out, at + d, load(state->sum, d, 0) / total, bf16);
+        }
+}
+
+static void attend_any(const Task *t, void *out) {
+    int dim = t->layer->head_dim;
+    if (t->layer->bf16 && dim == 64) attend(t, out, 64, 1);
+    else if (t->layer->bf16) attend(t, out, dim, 1);
+    else attend(t, out, dim, 0);
+}
+
+typedef struct {
+    Tile shared, own;
+    State states[MAX_QUERIES];
+} Scratch;
+
+/* Half a megabyte per thread, kept: allocating it anew would cost a page fault per 4 KB. */
+static Scratch *own_scratch(void) {
+    static _Thread_local Scratch *scratch;
+    if (!scratch) scratch = aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
+    return scratch;
+}
+
+static int segment_of(const Pass *pass, int64_t row) {
+    int s = 0; /* few segments: a linear search costs less than another array */
+    while (row >= pass->first[s + 1]) s++;
+    return s;
 }
 
 /* qkv [rows, (heads + 2 kv_heads) * head_dim] -> out [rows, heads * head_dim]; keys and values are
  * written to the store on the way. */
-void attention(const Pass *pass, const Layer *layer, const void *qkv, void *out) {
+static void attention(const Pass *pass, const Layer *layer, const void *qkv, void *out) {
     int group = layer->heads / layer->kv_heads;
-    int block = MAX_QUERIES / 2 / group > 0 ? MAX_QUERIES / 2 / group : 1;
-    int64_t work = 0;
+    int block = MAX_QUERIES / group; /* rows per task */
     int tasks = 0;
     for (int s = 0; s < pass->segments; s++) {
         int rows = pass->first[s + 1] - pass->first[s];
         tasks += (rows + block - 1) / block * layer->kv_heads;
-        work += (int64_t)rows * layer->heads * (pass->length[s] + rows);
     }
-#pragma omp parallel if (work > 4096)
-    {
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < pass->rows; r++) {
-            int s = 0; /* few segments: a linear search costs less than another array */
-            while (r >= pass->first[s + 1]) s++;
-            int64_t slot = pass->base[s] + pass->length[s] + r - pass->first[s];
-            if (layer->bf16) place_row(pass, layer, qkv, r, slot, 1);
-            else place_row(pass, layer, qkv, r, slot, 0);
-        }
-        Tile *tiles = aligned_alloc(64, 2 * sizeof(Tile));
-        State *state = aligned_alloc(64, sizeof(State));
+    for (int64_t r = 0; r < pass->rows; r++) {
+        int s = segment_of(pass, r);
+        int64_t slot = pass->base[s] + pass->length[s] + r - pass->first[s];
+        if (layer->bf16) place_row(pass, layer, qkv, r, slot, 1);
+        else place_row(pass, layer, qkv, r, slot, 0);
+    }
+    Scratch *scratch = own_scratch();
 #pragma omp for schedule(dynamic, 1)
-        for (int task = 0; task < tasks; task++) {
-            int s = 0, left = task, count = 0, rows = 0;
-            for (;; s++) {
-                rows = pass->first[s + 1] - pass->first[s];
-                count = (rows + block - 1) / block * layer->kv_heads;
-                if (left < count) break;
-                left -= count;
-            }
-            int32_t begin = pass->first[s] + left / layer->kv_heads * block;
-            int32_t end = begin + block < pass->first[s + 1] ? begin + block : pass->first[s + 1];
-            attend_any(pass, layer, out, s, left % layer->kv_heads, begin, end, tiles, tiles + 1,
-                       state);
+    for (int task = 0; task < tasks; task++) {
+        int s = 0, left = task;
+        for (;; s++) {
+            int rows = pass->first[s + 1] - pass->first[s];
+            int count = (rows + block - 1) / block * layer->kv_heads;
+            if (left < count) break;
+            left -= count;
         }
-        free(tiles);
-        free(state);
+        int32_t begin = pass->first[s] + left / layer->kv_heads * block;
+        int32_t end = begin + block < pass->first[s + 1] ? begin + block : pass->first[s + 1];
+        Task t = {pass,  layer, s, left % layer->kv_heads, begin, end, group, scratch->states,
+                  &scratch->shared, &scratch->own};
+        attend_any(&t, out);
+    }
+}
+
+/* y = x + [norm](x' W^T): one half of a layer ends like this */
+static void add(const Pass *pass, const Layer *layer, const Matrix *m, const void *x,
+                const float *norm, void *hidden) {
+    if (!norm) {
+        product(m, x, hidden, hidden, pass->rows, layer->bf16, layer->bf16);
+        return;
+    }
+    product(m, x, NULL, pass->wide, pass->rows, layer->bf16, layer->bf16);
+    rms_norm(pass->wide, norm, hidden, hidden, pass->rows, m->out, layer->norm_eps, layer->bf16);
+}
+
+static void run_layer(const Pass *pass, const Layer *l, void *hidden) {
+    int32_t rows = pass->rows, dim = l->qkv.in;
+    rms_norm(hidden, l->before_attention, NULL, pass->narrow, rows, dim, l->norm_eps, l->bf16);
+    product(&l->qkv, pass->narrow, NULL, pass->wide, rows, l->bf16, l->bf16);
+    attention(pass, l, pass->wide, pass->narrow);
+    add(pass, l, &l->o, pass->narrow, l->after_attention, hidden);
+    rms_norm(hidden, l->before_mlp, NULL, pass->narrow, rows, dim, l->norm_eps, l->bf16);
+    product(&l->gate_up, pass->narrow, NULL, pass->wide, rows, l->bf16, l->bf16);
+    gated(pass->wide, pass->narrow, rows, l->down.in, l->gelu, l->bf16);
+    add(pass, l, &l->down, pass->narrow, l->after_mlp, hidden);
+}
+
+/* Some layers, in place on hidden [rows, dim]. */
+void run(const Pass *pass, const Layer *const layers[], int32_t count, void *hidden) {
+    const Layer *l = layers[0];
+    int64_t work = (int64_t)pass->rows * l->qkv.in * (l->qkv.out + l->gate_up.out);
+#pragma omp parallel if (work > 50000)
+    for (int32_t i = 0; i < count; i++) run_layer(pass, layers[i], hidden);
+}
+
+/* logits [rows, head->out] in float32 from the final norm and head; normed is scratch like x. */
+void logits(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
+            float *out, int32_t rows, int32_t bf16) {
+#pragma omp parallel if ((int64_t)rows * head->in * head->out > 50000)
+    {
+        rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
+        product(head, normed, NULL, out, rows, bf16, 0);
     }
 }

@@ -1,0 +1,198 @@
+"""The layers of a decoder in plain PyTorch.
+
+R rows, C hidden size, H heads, G kv heads, D head size; B segments, K keys, M folded query rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.models.architecture import DecoderConfig
+from forerun.models.cache import KVStore
+from forerun.models.layers import Layer
+from forerun.models.linear import Linear
+from forerun.models.packing import Packed
+from forerun.models.rope import Rope
+
+
+class Plain:
+    """PyTorch only: any device, any type."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+        self.scale = config.attention_scale or config.head_dim**-0.5
+
+    def begin(self, packed: Packed, store: KVStore) -> None:
+        self.store = store
+        self.rows = packed.rows
+        device = store.kv.device
+        positions, slots, ancestors = _paths(packed)
+        self.positions_R = torch.tensor(positions, device=device)
+        self.slots_R = torch.tensor(slots, device=device)
+        self.groups = [
+            _group(packed, members, self.positions_R, ancestors)
+            for members in _similar_segments(packed)
+        ]
+
+    def matrix(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        return Linear(weight_OI, bias_O)
+
+    def run(self, hidden_RC: Tensor, layers: Sequence[Layer]) -> Tensor:
+        for layer in layers:
+            hidden_RC = self._attend_half(layer, hidden_RC)
+            hidden_RC = self._mlp_half(layer, hidden_RC)
+        return hidden_RC
+
+    def logits(self, hidden_NC: Tensor, norm_C: Tensor, head: Linear) -> Tensor:
+        return head(self._norm(hidden_NC, norm_C)).float()
+
+    def _attend_half(self, layer: Layer, x_RC: Tensor) -> Tensor:
+        y_RC = self._attention(layer, layer.qkv(self._norm(x_RC, layer.before_attention_C)))
+        return self._add(x_RC, layer.o, y_RC, layer.after_attention_C)
+
+    def _mlp_half(self, layer: Layer, x_RC: Tensor) -> Tensor:
+        y_RC = self._gated(layer.gate_up(self._norm(x_RC, layer.before_mlp_C)))
+        return self._add(x_RC, layer.down, y_RC, layer.after_mlp_C)
+
+    def _add(self, x_RC: Tensor, linear: Linear, y_RC: Tensor, norm_C: Tensor | None) -> Tensor:
+        if norm_C is None:
+            return linear(y_RC, residual_RO=x_RC)
+        return self._norm(linear(y_RC), norm_C, residual_RC=x_RC)
+
+    def _norm(self, x_RC: Tensor, weight_C: Tensor, residual_RC: Tensor | None = None) -> Tensor:
+        x32_RC = x_RC.float()
+        rms = (x32_RC.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()
+        y_RC = x32_RC * rms * weight_C
+        return (y_RC if residual_RC is None else y_RC + residual_RC).to(x_RC.dtype)
+
+    def _attention(self, layer: Layer, qkv_RC: Tensor) -> Tensor:
+        c = self.config
+        qkv_RHD = qkv_RC[: self.rows].unflatten(-1, (-1, c.head_dim)).float()
+        q_RHD, k_RGD, v_RGD = qkv_RHD.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        q_RHD = self._rotate(q_RHD, layer.q_norm_D, layer.rope) * self.scale
+        k_RGD = self._rotate(k_RGD, layer.k_norm_D, layer.rope)
+        keys_GSD, values_GSD = self.store.kv[layer.index]
+        keys_GSD[:, self.slots_R] = k_RGD.transpose(0, 1).to(keys_GSD.dtype)
+        values_GSD[:, self.slots_R] = v_RGD.transpose(0, 1).to(values_GSD.dtype)
+        out_RC = qkv_RC.new_zeros(len(qkv_RC), c.heads * c.head_dim)
+        for group in self.groups:
+            out_RC[group.rows_N] = self._attend(group, q_RHD, keys_GSD, values_GSD, layer.window)
+        return out_RC
+
+    def _gated(self, gate_up_RC: Tensor) -> Tensor:
+        gate_RC, up_RC = gate_up_RC.float().chunk(2, dim=-1)
+        if self.config.activation == "silu":
+            active_RC = functional.silu(gate_RC)
+        else:
+            active_RC = functional.gelu(gate_RC, approximate="tanh")
+        return (active_RC * up_RC).to(gate_up_RC.dtype)
+
+    def _rotate(self, x_RHD: Tensor, norm_D: Tensor | None, rope: Rope) -> Tensor:
+        if norm_D is not None:
+            x_RHD = self._norm(x_RHD, norm_D)
+        cosine_PD, sine_PD = rope.tables(int(self.positions_R.max()) + 1)
+        cosine_R1D = cosine_PD[self.positions_R, None]
+        sine_R1D = sine_PD[self.positions_R, None]
+        a_RHD, b_RHD = x_RHD.chunk(2, dim=-1)
+        return torch.cat(
+            (a_RHD * cosine_R1D - b_RHD * sine_R1D, b_RHD * cosine_R1D + a_RHD * sine_R1D), dim=-1
+        )
+
+    def _attend(
+        self, group: _Group, q_RHD: Tensor, keys_GSD: Tensor, values_GSD: Tensor, window: int
+    ) -> Tensor:
+        """Two batched products with the query heads of a kv head folded into rows."""
+        c = self.config
+        keys_GBKD = keys_GSD[:, group.slots_BK].float()
+        values_GBKD = values_GSD[:, group.slots_BK].float()
+        batch, rows = group.padded_BR.shape
+        q_BRGHD = q_RHD[group.padded_BR].unflatten(2, (c.kv_heads, -1))
+        q_GBMD = q_BRGHD.permute(2, 0, 3, 1, 4).reshape(c.kv_heads, batch, -1, c.head_dim)
+        scores_GBMK = q_GBMD @ keys_GBKD.transpose(-1, -2)
+        if c.attention_softcap:
+            scores_GBMK = c.attention_softcap * torch.tanh(scores_GBMK / c.attention_softcap)
+        hidden_BRK = group.hidden(window).repeat(1, c.heads // c.kv_heads, 1)
+        weights_GBMK = scores_GBMK.masked_fill(hidden_BRK, -torch.inf).softmax(-1)
+        out_GBMD = weights_GBMK @ values_GBKD
+        out_GBHRD = out_GBMD.unflatten(2, (-1, rows))
+        out_BRC = out_GBHRD.permute(1, 3, 0, 2, 4).reshape(batch, rows, -1)
+        return out_BRC[group.real_BR].to(keys_GSD.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """B segments of similar size, padded to the same number of rows and keys."""
+
+    rows_N: Tensor  # the group's rows
+    padded_BR: Tensor  # the same with row 0 of the pass as padding
+    real_BR: Tensor  # where padded_BR is no padding
+    slots_BK: Tensor
+    hidden_BRK: Tensor  # keys that are not on a row's path
+    distance_BRK: Tensor  # row position - key position
+
+    def hidden(self, window: int) -> Tensor:
+        """Keys that a row must not see. Padding rows see all: a softmax needs something."""
+        if not window:
+            return self.hidden_BRK
+        return (self.hidden_BRK | (self.distance_BRK >= window)) & self.real_BR[..., None]
+
+
+BIG = 64  # segments with more rows are attended alone: padding small ones to them would be waste
+
+
+def _similar_segments(packed: Packed) -> list[list[int]]:
+    sizes = [b - a for a, b in zip(packed.first_S1, packed.first_S1[1:], strict=False)]
+    small = [s for s, size in enumerate(sizes) if size <= BIG]
+    big = [[s] for s, size in enumerate(sizes) if size > BIG]
+    return ([small] if small else []) + big
+
+
+def _paths(packed: Packed) -> tuple[list[int], list[int], list[list[int]]]:
+    """Per row: its position, its slot, and the rows of its segment on its path (itself last)."""
+    positions: list[int] = []
+    slots: list[int] = []
+    paths: list[list[int]] = []
+    for s, (base, length) in enumerate(zip(packed.base_S, packed.length_S, strict=True)):
+        first = packed.first_S1[s]
+        for i, parent in enumerate(packed.parent_R[first : packed.first_S1[s + 1]]):
+            path = [i] if parent < 0 else [*paths[first + parent], i]
+            paths.append(path)
+            positions.append(length + len(path) - 1)
+            slots.append(base + length + i)
+    return positions, slots, paths
+
+
+def _group(
+    packed: Packed, members: list[int], positions_R: Tensor, paths: list[list[int]]
+) -> _Group:
+    device = positions_R.device
+    begins = [packed.first_S1[s] for s in members]
+    counts = [packed.first_S1[s + 1] - packed.first_S1[s] for s in members]
+    lengths = [packed.length_S[s] for s in members]
+    keys = max(length + count for length, count in zip(lengths, counts, strict=True))
+    shape = (len(members), max(counts), keys)
+    hidden = torch.ones(shape, dtype=torch.bool)
+    padded = torch.zeros(shape[:2], dtype=torch.long)
+    real = torch.zeros(shape[:2], dtype=torch.bool)
+    slots = torch.zeros(shape[0], keys, dtype=torch.long)
+    key_positions = torch.zeros(shape[0], keys, dtype=torch.long)
+    positions = positions_R.cpu()
+    for b, (begin, count, length) in enumerate(zip(begins, counts, lengths, strict=True)):
+        padded[b, :count] = torch.arange(begin, begin + count)
+        real[b, :count] = True
+        used = length + count
+        slots[b, :used] = torch.arange(used) + packed.base_S[members[b]]
+        key_positions[b, :length] = torch.arange(length)
+        key_positions[b, length:used] = positions[begin : begin + count]
+        hidden[b, :count, :length] = False
+        for i in range(count):
+            hidden[b, i, [length + ancestor for ancestor in paths[begin + i]]] = False
+    hidden &= real[..., None]
+    distance = positions[padded][..., None] - key_positions[:, None]
+    rows = padded[real]
+    return _Group(*(t.to(device) for t in (rows, padded, real, slots, hidden, distance)))
