@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.engines import Engine
 
-LOADING, ANSWERING, FAREWELL = 600.0, 600.0, 20.0  # seconds before a process is given up
+LOADING, ANSWERING, FAREWELL = 300.0, 300.0, 20.0  # seconds before a process is given up
 
 
 class LaneError(Exception):

@@ -18,7 +18,7 @@ from forerun.errors import ForerunError
 from forerun.models import hub
 from forerun.tune.workloads import load_workload
 
-WORKLOADS = ("code-edit", "chat")  # much of the answer stands in the prompt; nothing of it does
+PROMPTS = {"code-edit": 1, "chat": 0}  # much of the answer stands in the prompt; nothing of it
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
@@ -34,8 +34,8 @@ def main(
     for llm in (plain, fast):
         llm.generate("warm up", SamplingParams(temperature=0, max_tokens=8))
     differ = 0
-    for name in WORKLOADS:
-        prompt = load_workload(name).prompts[0]
+    for name, index in PROMPTS.items():
+        prompt = load_workload(name).prompts[index]
         ids = prompt.encode(loaded.tokenizer)
         title(f"{name}: {prompt.messages[-1]['content'].splitlines()[0]}")
         plain_text, plain_speed = answer(plain, ids, params, "plain decoding")
