@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forerun.tune.bench import Bench, Row
 
 STDOUT = Path("-")
-PIPE_WIDTH = 140  # columns of the table where there is no terminal to fit it to
+PIPE_WIDTH = 160  # columns of the table where there is no terminal to fit it to
 
 
 def bench(
@@ -91,7 +91,7 @@ def bench(
         return LLM(loaded, draft=spec, verifier=verifier, max_num_seqs=size, kv_tokens=kv_tokens)
 
     bench = Bench(loaded, setting, start)
-    meta = describe(loaded, setting, verifier, sys.argv)
+    meta = describe(loaded, setting, verifier, ["forerun", *sys.argv[1:]])
     try:
         _run(bench)
     finally:  # also what was finished before Ctrl-C or an error
@@ -117,12 +117,19 @@ def _run(bench: Bench) -> None:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    # drawn between the runs only: a thread that redraws would take time from what is measured
+    bar = Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
         task = bar.add_task("warming up", total=bench.runs)
+        bar.refresh()
         for done in bench.run():
-            bar.update(task, advance=1, description=done)
+            bar.update(task, advance=1, description=done, refresh=True)
 
 
 def _show(

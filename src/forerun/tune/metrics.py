@@ -9,4 +9,5 @@ DEFINITIONS = {
     "draft/verify/other": "milliseconds per pass and sequence, the prompts' time left out",
     "TTFT": "time to the first token, median",
     "same text": "prompts whose tokens are those of plain decoding",
+    "memory": "largest resident memory of the whole process so far, model and all drafts together",
 }

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from forerun.tune.bench import PLAIN, Row
 
-WIDE = 112  # columns of a terminal that all figures need
-WIDE_ONLY = ("tok/pass", "draft/verify/other", "TTFT")
+DROPPED_FIRST = ("memory", "tok/pass", "draft/verify/other", "TTFT")  # on narrow screens
 
 
 def to_json(rows: Sequence[Row], meta: dict[str, Any]) -> str:
@@ -45,29 +44,41 @@ def cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
         "draft/verify/other": f"{row.draft_ms:.1f}/{row.verify_ms:.1f}/{row.other_ms:.1f}",
         "TTFT": f"{row.ttft_ms:.0f} ms",
         "same text": f"{row.identical} of {compared}" if compared else "-",
+        "memory": f"{row.peak_rss_mb:.0f} MB",
     }
 
 
-def table(rows: Sequence[Row], width: int = WIDE) -> Table:
-    """All rows, a rule between workloads and batch sizes, the fastest of each in bold.
+def table(rows: Sequence[Row], width: int) -> Table:
+    """All rows, a gap between workloads and batch sizes, the fastest of each in bold.
 
     width: columns of the screen; on a narrow one, some figures are left out.
     """
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    columns = [c for c in cells(rows[0], rows) if width >= WIDE or c not in WIDE_ONLY]
+    lines = [cells(row, rows) for row in rows]
+    columns = _fitting(lines, width)
     for column in columns:
         text = column in ("workload", "draft")
         shown.add_column(column, justify="left" if text else "right", no_wrap=not text)
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
+    for row, line, following in zip(rows, lines, [*rows[1:], None], strict=True):
         rivals = [r for r in rows if (r.workload, r.batch) == (row.workload, row.batch)]
         fastest = max(rivals, key=lambda r: r.tok_s) is row
-        values = cells(row, rows)
         shown.add_row(
-            *(values[column] for column in columns),
+            *(line[column] for column in columns),
             end_section=following is None or following.spec == PLAIN,
             style="bold" if fastest else None,
         )
     return shown
+
+
+def _fitting(lines: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns of a table that fit on the screen, or all that must be there."""
+    columns = list(lines[0])
+    for dropped in DROPPED_FIRST:
+        widths = [max(len(column), *(len(line[column]) for line in lines)) for column in columns]
+        if sum(widths) + 3 * len(columns) <= width:
+            break
+        columns.remove(dropped)
+    return columns
 
 
 def summary(rows: Sequence[Row]) -> str:
