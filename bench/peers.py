@@ -135,7 +135,7 @@ def print_rows(rows: list[Row]) -> None:
     """Show the rows, workload by workload, on stdout."""
     names = ("workload", "batch", "engine", "mode", "tok/s", "median", "x plain", "x transformers")
     table = Table(*names, "ttft ms", "same text", box=SIMPLE)
-    for row in sorted(rows, key=lambda row: (row.workload, row.batch)):
+    for row in sorted(rows, key=lambda row: (row.workload, row.batch, row.engine)):
         figures = (row.tok_s, row.tok_s_median, row.vs_own_plain, row.vs_transformers_plain)
         table.add_row(
             row.workload,
