@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -196,3 +198,8 @@ def test_the_store_is_as_large_as_asked_or_as_is_sensible(monkeypatch: pytest.Mo
 
 def test_free_memory_is_plausible(model: LoadedModel) -> None:
     assert 2**20 < module._free_memory(model.target.info.device) < 2**50
+
+
+def test_importing_forerun_is_cheap() -> None:
+    code = "import sys, forerun; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

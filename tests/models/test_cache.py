@@ -68,7 +68,7 @@ class Model:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_operations_lose_nothing(seed: int) -> None:
-    model = Model(slots=400, seed=seed)
+    model = Model(slots=250, seed=seed)
     for _ in range(800):
         model.act()
         model.store.check()

@@ -19,7 +19,14 @@ from forerun.engine.costs import Costs, measure
 from forerun.engine.emit import Generation
 from forerun.engine.outputs import Delta
 from forerun.engine.plan import Plan
-from forerun.engine.scheduler import NOTHING, Batch, Scheduler, Turn
+from forerun.engine.scheduler import (
+    MAX_BATCH_ROWS,
+    MAX_NUM_SEQS,
+    NOTHING,
+    Batch,
+    Scheduler,
+    Turn,
+)
 from forerun.errors import CapacityError, ConfigError, PromptError
 from forerun.models.cache import KVStore
 from forerun.models.target import Forward, Target
@@ -46,8 +53,8 @@ class Engine:
         drafter: Drafter | None = None,
         tokenizer: Tokenizer | None = None,
         stop_ids: frozenset[int] = frozenset(),
-        max_num_seqs: int = 16,
-        max_batch_rows: int = 512,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        max_batch_rows: int = MAX_BATCH_ROWS,
         costs: Costs | None = None,
     ) -> None:
         self.target = target

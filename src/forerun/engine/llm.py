@@ -16,6 +16,7 @@ from forerun.drafters import DraftContext, make_drafter
 from forerun.engine.emit import Generation
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import Completion, Delta, RequestOutput
+from forerun.engine.scheduler import MAX_BATCH_ROWS, MAX_NUM_SEQS
 from forerun.errors import CapacityError, ConfigError
 from forerun.models.cache import KVStore
 from forerun.models.hub import LoadedModel, load
@@ -50,8 +51,8 @@ class LLM:
         verifier: str = "follow",
         dtype: str = "auto",
         device: str = "auto",
-        max_num_seqs: int = 32,
-        max_batch_rows: int = 512,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        max_batch_rows: int = MAX_BATCH_ROWS,
         kv_tokens: int | None = None,
     ) -> None:
         judge = make_verifier(verifier)

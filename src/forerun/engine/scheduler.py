@@ -18,6 +18,8 @@ from forerun.errors import CapacityError, ConfigError
 from forerun.models.cache import KVStore
 
 NOTHING = Draft()
+MAX_NUM_SEQS = 32
+MAX_BATCH_ROWS = 512
 
 
 @dataclass(slots=True)
