@@ -57,7 +57,9 @@ def _options(kind: type[Drafter], part: DrafterSpec) -> Settings:
                 f"'{kind.name}:{part.argument}' lacks the name of an option; "
                 f"write for example {kind.name}:{example}=VALUE"
             )
-        values.setdefault(kind.argument, part.argument)
+        if kind.argument in values:
+            raise ConfigError(f"drafter '{kind.name}' names its {kind.argument} twice; remove one")
+        values[kind.argument] = part.argument
     if kind.argument is not None and kind.argument not in values:
         raise ConfigError(
             f"drafter '{kind.name}' needs its {kind.argument}; "

@@ -15,6 +15,7 @@ from forerun.core import Draft, Request
 from forerun.drafters.autoregressive import AutoregressiveDrafter, Lane
 from forerun.drafters.base import DraftContext
 from forerun.errors import CapacityError, ConfigError
+from forerun.models.target import Segment
 
 
 class SkipOptions(Settings):
@@ -52,6 +53,7 @@ class SkipLayers(AutoregressiveDrafter):
             context.independent_noise,
         )
         self._k = options.k
+        self._try_out()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         lanes = [
@@ -66,6 +68,15 @@ class SkipLayers(AutoregressiveDrafter):
                 if lane:
                     self._store.truncate(lane.span, length)
         return [self._draft(lane) if lane else Draft() for lane in lanes]
+
+    def _try_out(self) -> None:
+        """Run one row, so that a target that cannot leave layers out says so now."""
+        span = self._store.open()
+        self._store.reserve(span, 1)
+        try:
+            self._model.forward([Segment(span, [0])], self._store, layers=self._layers)
+        finally:
+            self._store.release(span)
 
     def _enter(self, request: Request, depth: int) -> Lane | None:
         """The lane of a request with room for its rows, or nothing."""
@@ -85,7 +96,10 @@ def kept_layers(layers: int, skipped: int) -> list[int]:
     """All but `skipped` layers, spread evenly between the first and the last, which stay."""
     inner = layers - 2
     if skipped > inner:
-        most = f"at most {inner} of this model's {layers}" if inner > 0 else "none of this model's"
-        raise ConfigError(f"skip:{skipped} leaves out too many layers; leave out {most}")
+        cure = f"leave out at most {inner}" if inner > 0 else "choose ngram or suffix instead"
+        raise ConfigError(
+            f"skip:{skipped} leaves out too many of {layers} layers, as the first and the last "
+            f"stay; {cure}"
+        )
     dropped = {1 + (2 * index + 1) * inner // (2 * skipped) for index in range(skipped)}
     return [layer for layer in range(layers) if layer not in dropped]

@@ -96,7 +96,9 @@ def _from_json(text: str) -> DrafterSpec:
     except json.JSONDecodeError as error:
         raise ConfigError(f"the draft spec is no valid JSON ({error}); check its quotes") from None
     method = given.pop("method", "draft_model" if "model" in given else None)
-    if method not in VLLM_METHODS:
+    if method is None:
+        raise ConfigError(f"the draft spec names no method; add one of: {', '.join(VLLM_METHODS)}")
+    if str(method) not in VLLM_METHODS:
         raise ConfigError(f"no draft method '{method}'; {nearest(str(method), VLLM_METHODS)}")
     name, keys = VLLM_METHODS[method]
     for key in given:

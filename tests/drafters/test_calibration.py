@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from drafting import request
+from forerun.drafters.calibration import Calibration
+from forerun.drafters.tree import chain
+
+
+def teach(
+    calibration: Calibration, belief: float, chance: float, decisions: int, id: int = 0
+) -> None:
+    """Propose chains of three with one belief, of which each token is right with one chance."""
+    dice = random.Random(1)
+    asked = request([0], id=id)
+    for _ in range(decisions):
+        calibration.propose(asked, [1, 1, 1], chain(3), [belief] * 3)
+        asked.tokens += [1 if dice.random() < chance else 0 for _ in range(3)]
+        calibration.settle(asked)
+
+
+def test_beliefs_count_until_something_is_known() -> None:
+    draft = Calibration().propose(request([0]), [5, 6, 7], [-1, -1, 0], [0.5, 0.25, 0.5])
+    assert draft.survival == [0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(("belief", "chance"), [(0.9, 0.3), (0.2, 0.6), (0.5, 0.5)])
+def test_survival_becomes_what_is_observed(belief: float, chance: float) -> None:
+    calibration = Calibration()
+    teach(calibration, belief, chance, 500)
+    calibration.forget(request([0]))
+    new = request([0], id=1)
+    assert calibration.estimate(new, belief) == pytest.approx(chance, abs=0.07)
+    # Other beliefs were not tried.
+    assert calibration.estimate(new, 0.7) == 0.7
+
+
+def test_each_request_has_its_own_luck() -> None:
+    calibration = Calibration()
+    teach(calibration, 0.5, 0.9, 30, id=1)
+    teach(calibration, 0.5, 0.1, 30, id=2)
+    lucky, unlucky = (calibration.estimate(request([0], id=id), 0.5) for id in (1, 2))
+    assert lucky > 0.7
+    assert unlucky < 0.3
+
+
+def test_what_is_not_proposed_can_still_prove_its_worth() -> None:
+    calibration = Calibration()
+    asked = request([0])
+    for _ in range(40):
+        draft = calibration.propose(asked, [1], [-1], [0.04], min_prob=0.05)
+        asked.tokens.append(1)
+        calibration.settle(asked)
+    assert len(draft) == 1
+
+
+def test_it_never_becomes_certain() -> None:
+    calibration = Calibration()
+    teach(calibration, 0.9, 1.0, 200)
+    assert calibration.estimate(request([0]), 0.9) == 0.99
+
+
+def test_a_proposal_is_settled_once() -> None:
+    calibration = Calibration()
+    asked = request([0])
+    calibration.propose(asked, [1], [-1], [0.5])
+    asked.tokens.append(0)
+    calibration.settle(asked)
+    known = calibration.estimate(asked, 0.5)
+    assert known < 0.5
+    calibration.settle(asked)
+    assert calibration.estimate(asked, 0.5) == known
