@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from forerun.engine.llm import LLM
 
 from forerun.core import SamplingParams
+from forerun.engine.llm import LLM
 from protocol import FirstToken, Generate, Options, Prompts, serve
 
 
