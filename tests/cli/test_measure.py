@@ -118,6 +118,21 @@ def test_json_to_stdout_moves_the_table(
     assert "speed-up" in err
 
 
+def test_results_say_what_the_verifier_keeps(
+    capsys: pytest.CaptureFixture[str], model: str, prompts: str
+) -> None:
+    def last_line(*options: str) -> str:
+        arguments = ["bench", "--model", model, "--workload", prompts, "--prompts", "1", *TINY]
+        assert main([*arguments, *options]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    sampled = ("--temperature", "1")
+    assert "follow keeps the text" in last_line(*sampled)
+    assert "rejection keeps the text" in last_line("--verifier", "rejection")
+    assert "keeps the distribution" in last_line("--verifier", "rejection", *sampled)
+    assert "typical is lossy" in last_line("--verifier", "typical", *sampled)
+
+
 def test_names_in_a_page_are_escaped(model: str, tmp_path: Path) -> None:
     prompts = tmp_path / "<b>&.txt"
     prompts.write_text("abab\n")

@@ -140,6 +140,12 @@ def test_show_drafts_colours_the_same_text(capsys: pytest.CaptureFixture[str], m
         assert name in figures
 
 
+def test_lossy_rule_is_called_so(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    run = Run(capsys, "abab", "--model", model, *GREEDY, "--verifier", "typical")
+    assert run.code == 0
+    assert run.err == "--verifier typical is lossy: the text may differ from plain decoding's\n"
+
+
 def test_stop_string_ends_the_answer(capsys: pytest.CaptureFixture[str], model: str) -> None:
     whole = Run(capsys, "abab", "--model", model, *GREEDY).out
     stop = whole[5:7]

@@ -83,7 +83,9 @@ def bench(
     from forerun.models import hub
     from forerun.tune.bench import Bench, Setting
     from forerun.tune.meta import describe
+    from forerun.verify import make_verifier
 
+    judge = make_verifier(verifier)
     setting = Setting(workloads, specs, sizes, params, repeat, raw)
     loaded = hub.load(model, dtype, device)
 
@@ -91,7 +93,7 @@ def bench(
         return LLM(loaded, draft=spec, verifier=verifier, max_num_seqs=size, kv_tokens=kv_tokens)
 
     bench = Bench(loaded, setting, start)
-    meta = describe(loaded, setting, verifier, ["forerun", *sys.argv[1:]])
+    meta = describe(loaded, setting, judge, ["forerun", *sys.argv[1:]])
     try:
         _run(bench)
     finally:  # also what was finished before Ctrl-C or an error
@@ -145,7 +147,7 @@ def _show(
     if not console.is_terminal:
         console = Console(stderr=in_pipe, width=PIPE_WIDTH)
     console.print(table(rows, console.width))
-    console.print(summary(rows), highlight=False)
+    console.print(summary(rows, meta), highlight=False, soft_wrap=True)
     if in_pipe:
         print(to_json(rows, meta), end="")
     elif json_file:

@@ -99,9 +99,15 @@ def generate(
 
     from forerun.engine.llm import LLM
     from forerun.models import hub
+    from forerun.verify import make_verifier
 
     loaded = hub.load(model, dtype, device)
     tokens = conversation.encode(loaded.tokenizer, raw)
+    if not make_verifier(verifier).lossless:
+        print(
+            f"--verifier {verifier} is lossy: the text may differ from plain decoding's",
+            file=sys.stderr,
+        )
     llm = LLM(loaded, draft=spec, verifier=verifier, kv_tokens=kv_tokens)
     painter = Painter(loaded.tokenizer.stream(not special_tokens)) if show_drafts else None
     answer = Answer(llm, tokens, params)

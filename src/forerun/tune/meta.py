@@ -16,13 +16,15 @@ import torch
 
 import forerun
 from forerun.models.hub import LoadedModel
+from forerun.models.target import TargetInfo
 from forerun.tune.bench import Setting
+from forerun.verify import Verifier
 
 PACKAGES = ("forerun", "torch", "transformers", "tokenizers", "numpy")
 
 
 def describe(
-    model: LoadedModel, setting: Setting, verifier: str, command: Sequence[str]
+    model: LoadedModel, setting: Setting, verifier: Verifier, command: Sequence[str]
 ) -> dict[str, Any]:
     """The `meta` object of a benchmark."""
     info = model.target.info
@@ -36,7 +38,8 @@ def describe(
         "architecture": info.architecture,
         "row_invariant": info.row_invariant,
         "tree_invariant": info.tree_invariant,
-        "verifier": verifier,
+        "verifier": verifier.name,
+        "promise": promise(verifier, model.target.info, setting.params.greedy),
         "sampling": setting.params.model_dump(),
         "seed": setting.params.seed,
         "repeat": setting.repeat,
@@ -46,6 +49,17 @@ def describe(
             for workload in setting.workloads
         },
     }
+
+
+def promise(verifier: Verifier, info: TargetInfo, greedy: bool) -> str:
+    """What a verifier keeps of plain decoding on this model and machine."""
+    if not verifier.lossless:
+        return f"{verifier.name} is lossy: it may write what the model would not"
+    if verifier.independent_noise and not greedy:
+        return f"{verifier.name} keeps the distribution, not the text that belongs to a seed"
+    if info.row_invariant and info.tree_invariant:
+        return f"{verifier.name} keeps the text, bit for bit on this machine"
+    return f"{verifier.name} keeps the text, up to ties of the arithmetic on this machine"
 
 
 def versions() -> dict[str, str]:

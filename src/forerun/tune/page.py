@@ -74,7 +74,7 @@ def page(rows: Sequence[Row], meta: dict[str, Any]) -> str:
 <body>
 <h1>{escape(title)}</h1>
 <p class="soft">{escape(setting)} · {escape(_place(meta))}</p>
-<p class="lead">{escape(summary(rows))}</p>
+<p class="lead">{escape(summary(rows, meta))}</p>
 <h2>Speed-up over plain decoding</h2>
 <p class="soft">Output tokens per second, prompts included, over those of plain decoding of the same
 prompts in the same run.</p>

@@ -81,8 +81,8 @@ def _fitting(lines: Sequence[dict[str, str]], width: int) -> list[str]:
     return columns
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """What the figures say, in a sentence or two."""
+def summary(rows: Sequence[Row], meta: dict[str, Any]) -> str:
+    """What the figures say, and what the rule that accepted the drafts promises."""
     drafted = [row for row in rows if row.spec != PLAIN]
     if not drafted:
         return f"Plain decoding only: {rows[0].tok_s:.1f} tok/s."
@@ -91,5 +91,6 @@ def summary(rows: Sequence[Row]) -> str:
     same = sum(row.identical for row in drafted)
     return (
         f"Largest speed-up: {best.speedup:.2f}x, {best.spec} on {best.workload} at batch "
-        f"{best.batch}. Same tokens as plain decoding: {same} of {compared} answers."
+        f"{best.batch}. Same tokens as plain decoding: {same} of {compared} answers; "
+        f"{meta['promise']}."
     )
