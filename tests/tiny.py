@@ -3,8 +3,8 @@
     folder = tiny_folder(tmp_path)          # config.json, model.safetensors, tokenizer.json, ...
     model = tiny_llama(tmp_path, seed=1)    # the same, loaded through forerun.models.hub
 
-The tokenizer has one token per byte, `<|start|>`, `<|end|>` (the end of a sequence) and `<|pad|>`, so
-that any text can be encoded and characters outside ASCII are split over tokens.
+The tokenizer has one token per byte, `<|start|>`, `<|end|>` (the end of a sequence) and `<|pad|>`,
+so that any text can be encoded and characters outside ASCII are split over tokens.
 """
 
 from __future__ import annotations

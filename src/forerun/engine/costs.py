@@ -12,7 +12,7 @@ from forerun.models.cache import KVStore
 from forerun.models.target import Segment, Target
 
 ROWS = (1, 8, 32)
-REPEATS = 3
+REPEATS = 2  # beside a first pass that warms up
 
 
 class Costs:
