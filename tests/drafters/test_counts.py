@@ -79,6 +79,12 @@ def test_other_texts_are_matched_and_borders_are_not_crossed() -> None:
         assert all(END not in counts for counts in found)
 
 
+def test_a_run_that_first_stood_at_the_end_of_a_text_was_followed_by_nothing_there() -> None:
+    trie = Trie([1, 2, END, 1, 2, 3, END, 7, 1, 2], ORDER)
+    trie.update()
+    assert counted(trie.endings(1.0)) == [Counter({3: 1}), Counter({3: 1})]
+
+
 def test_novel_text_makes_no_nodes() -> None:
     trie = Trie(list(range(100)), ORDER)
     trie.update()

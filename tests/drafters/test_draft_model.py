@@ -113,6 +113,7 @@ def test_with_coupled_noise_a_perfect_draft_is_what_the_target_will_choose() -> 
 def test_independent_noise_draws_from_the_law_it_returns() -> None:
     drafter = drafter_of(FakeTarget(RULE), independent_noise=True)
     asked, greedy = request([1, 2, 3], **SAMPLED), request([1, 2, 3], id=1)
+    asked.params = asked.params.model_copy(update={"temperature": 3.0, "top_p": 1.0})
     draft, sure = drafter.propose([asked, greedy], [3, 3])
     assert sure.probs_NV is None
     assert sure.tokens == greedy_path(RULE, greedy.tokens, 3)
@@ -161,6 +162,15 @@ def test_a_request_that_does_not_fit_goes_on_without() -> None:
     drafter.release(large)
     drafter.release(small)
     assert store.free_slots == 128
+
+
+def test_a_request_that_no_longer_fits_gives_its_place_back() -> None:
+    drafter = drafter_of(FakeTarget(RULE), slots=128)
+    asked = request([1] * 100, max_tokens=1000)
+    assert propose(drafter, asked).tokens
+    asked.tokens += [2] * 30
+    assert not propose(drafter, asked).tokens
+    assert drafter._store.free_slots == 128  # type: ignore[attr-defined]
 
 
 def test_a_released_request_starts_anew() -> None:

@@ -84,6 +84,17 @@ def test_past_outputs_are_learned_only_when_shared() -> None:
         assert not propose(drafter, request([60, 50], id=3)).tokens
 
 
+def test_past_outputs_are_not_joined() -> None:
+    drafter = make("suffix:shared=8")
+    for id, output in enumerate([[1, 2, 3], [4, 5, 6]]):
+        done = request([0], id=id)
+        done.tokens += output
+        done.finish_reason = "stop"
+        drafter.release(done)
+    assert propose(drafter, request([60, 4], id=5)).tokens
+    assert not propose(drafter, request([60, 3], id=6)).tokens
+
+
 def test_a_request_that_was_put_back_is_not_learned() -> None:
     drafter = make("suffix:shared=4")
     first = request([50, 51], id=1)

@@ -81,6 +81,16 @@ def test_best_first_finds_the_likeliest_paths(nodes: int) -> None:
     assert grow(nodes, depth=4) == pytest.approx({path: chances[path] for path in best})
 
 
+def test_best_first_puts_the_likeliest_path_in_front() -> None:
+    laws = {"": {1: 0.5, 2: 0.4}, "1": {3: 0.5}, "2": {4: 0.9}, "13": {5: 0.9}}
+    draft = tree.best_first(
+        "", lambda path: laws.get(path, {}).items(), lambda path, token: f"{path}{token}", 9, 9
+    )
+    assert draft.tokens == [1, 3, 5, 2, 4]
+    assert draft.parents == [-1, 0, 1, -1, 3]
+    assert draft.survival == pytest.approx([0.5, 0.25, 0.225, 0.4, 0.36])
+
+
 def test_best_first_keeps_its_limits() -> None:
     chances = every_path(3)
     assert grow(1000, depth=3, floor=0.05) == pytest.approx(

@@ -116,9 +116,8 @@ def _continuation(tokens: list[int], start: int, nodes: int) -> list[int]:
     """What follows from `start` on. Where the text ends the copy reads on in itself, so a text
     that repeats is continued as it goes round."""
     copied = tokens[start : start + nodes]
-    period = len(tokens) - start
     while len(copied) < nodes:
-        copied += copied[len(copied) - period :][: nodes - len(copied)]
+        copied += copied[: nodes - len(copied)]
     return copied
 
 
