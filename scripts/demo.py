@@ -27,13 +27,15 @@ def main(
     draft: Annotated[str, typer.Option(help="As in 'forerun generate'.")] = "suffix",
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 160,
 ) -> None:
-    """Answer prompts plainly and with speculation; exit with 1 if a text differs."""
+    """Answer prompts plainly and with speculation; exit with 1 if a text differs that must not."""
     loaded = hub.load(model)
+    info = loaded.target.info
+    exact = info.row_invariant and info.tree_invariant
     plain, fast = LLM(loaded), LLM(loaded, draft=draft)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     for llm in (plain, fast):
         llm.generate("warm up", SamplingParams(temperature=0, max_tokens=8))
-    differ = 0
+    failed = False
     for name, index in PROMPTS.items():
         prompt = load_workload(name).prompts[index]
         ids = prompt.encode(loaded.tokenizer)
@@ -41,12 +43,15 @@ def main(
         plain_text, plain_speed = answer(plain, ids, params, "plain decoding")
         fast_text, fast_speed = answer(fast, ids, params, f"speculation with {draft}")
         same = plain_text == fast_text
-        differ += not same
+        failed |= exact and not same
         title(
-            f"{'same text' if same else 'DIFFERENT TEXT'}, {fast_speed / plain_speed:.2f}x "
+            f"{'same text' if same else 'another text'}, {fast_speed / plain_speed:.2f}x "
             f"the speed ({plain_speed:.0f} -> {fast_speed:.0f} tokens/s, prompt included)"
         )
-    raise typer.Exit(int(differ > 0))
+    if not exact:
+        print("Rows are not computed independently here, so that near ties may fall otherwise;")
+        print("with a C compiler (gcc or clang) texts are the same bit for bit.")
+    raise typer.Exit(int(failed))
 
 
 def answer(llm: LLM, ids: list[int], params: SamplingParams, label: str) -> tuple[str, float]:
