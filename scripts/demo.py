@@ -49,8 +49,8 @@ def main(
             f"the speed ({plain_speed:.0f} -> {fast_speed:.0f} tokens/s, prompt included)"
         )
     if not exact:
-        print("Rows are not computed independently here, so that near ties may fall otherwise;")
-        print("with a C compiler (gcc or clang) texts are the same bit for bit.")
+        print("Rows are not computed independently here, so near ties may fall the other way.")
+        print("The compiled kernels, for which a C compiler (gcc or clang) is needed, avoid that.")
     raise typer.Exit(int(failed))
 
 
