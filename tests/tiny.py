@@ -52,7 +52,7 @@ def tiny_folder(
     """
     assert vocab >= VOCAB, "one token per byte and the special ones"
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, heads, kv_heads, head_dim, inner = 32, 4, 2, 8, 48
+    hidden, heads, kv_heads, head_dim, inner = 32, 4, 2, 16, 48
     noise = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float) -> torch.Tensor:

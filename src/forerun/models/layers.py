@@ -80,7 +80,7 @@ def make_backend(config: DecoderConfig, dtype: torch.dtype, device: torch.device
     fits = (
         device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
-        and all(size % kernels.LANES == 0 for size in (*sizes, config.vocab_size))
+        and all(size % kernels.LANES == 0 for size in sizes)
         and config.head_dim <= kernels.MAX_HEAD
         and config.heads // config.kv_heads <= kernels.MAX_GROUP
     )

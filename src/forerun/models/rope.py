@@ -58,7 +58,8 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling["factor"])
+    stretched: Tensor = frequencies * (kept + (1 - kept) / scaling["factor"])
+    return stretched
 
 
 def _yarn(

@@ -40,7 +40,7 @@ typedef struct {
     int32_t *position;            /* per row, filled by prepare */
     int32_t *straight;            /* per row, filled by prepare: leading positions of its path that
                                      lie in consecutive slots from the segment's base on */
-    float *query;                 /* scratch [rows, heads, head_dim] */
+    void *query;                  /* scratch [rows, heads, head_dim] */
     void *narrow, *wide;          /* scratch [rows, largest inner size], [rows, largest fused size] */
 } Pass;
 
@@ -87,6 +87,20 @@ INLINE void store(void *p, int64_t i, vf x, int bf16) {
     } else {
         memcpy((float *)p + i, &x, sizeof x);
     }
+}
+
+/* acc + w0 * x0 + w1 * x1, for 16 pairs of weights and one pair of inputs */
+INLINE vf dot(vf acc, vu w, uint32_t x) {
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+    uint32_t low = x << 16, high = x & 0xffff0000;
+    float x0, x1;
+    memcpy(&x0, &low, 4);
+    memcpy(&x1, &high, 4);
+    acc += (vf)(w << 16) * x0;
+    return acc + (vf)(w & 0xffff0000) * x1;
+#endif
 }
 
 /* Fold the upper half onto the lower one, four times; all lanes end up with the result. */
@@ -198,20 +212,6 @@ static void gated(const void *gate_up, void *out, int32_t rows, int32_t dim, int
 #define COLUMNS 32 /* of a block of a packed weight: two vectors */
 #define ROWS 8     /* that share one walk over a block */
 
-/* acc + w0 * x0 + w1 * x1, for 16 pairs of weights and one pair of inputs */
-INLINE vf dot(vf acc, vu w, uint32_t x) {
-#ifdef __AVX512BF16__
-    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
-#else
-    uint32_t low = x << 16, high = x & 0xffff0000;
-    float x0, x1;
-    memcpy(&x0, &low, 4);
-    memcpy(&x1, &high, 4);
-    acc += (vf)(w << 16) * x0;
-    return acc + (vf)(w & 0xffff0000) * x1;
-#endif
-}
-
 /* n rows (a constant at each call) from row r on, times one block of columns. */
 INLINE void block_product(const Matrix *m, const void *x, const void *residual, void *out,
                           int64_t r, const int n, int32_t block, int bf16, int out_bf16) {
@@ -222,8 +222,8 @@ INLINE void block_product(const Matrix *m, const void *x, const void *residual, 
         const uint32_t *pairs = (const uint32_t *)x + r * (m->in / 2);
         for (int k = 0; k < m->in / 2; k++, w += COLUMNS) {
             vu w0, w1;
-            __builtin_prefetch(w + 16 * COLUMNS);
-            __builtin_prefetch(w + 16 * COLUMNS + LANES);
+            __builtin_prefetch(w + 48 * COLUMNS);
+            __builtin_prefetch(w + 48 * COLUMNS + LANES);
             memcpy(&w0, w, sizeof w0);
             memcpy(&w1, w + LANES, sizeof w1);
             for (int i = 0; i < n; i++) {
@@ -318,9 +318,11 @@ INLINE void place_row(const Pass *pass, const Layer *layer, const void *qkv, int
     const float *sine = layer->sine + (int64_t)pass->position[r] * (dim / 2);
     int64_t at = r * (heads + 2 * kv_heads) * dim;
     for (int h = 0; h < heads; h++, at += dim) {
-        float *query = pass->query + (r * heads + h) * dim;
+        float query[MAX_HEAD] __attribute__((aligned(64)));
+        int64_t to = (r * heads + h) * dim;
         rotate(qkv, at, layer->q_norm, layer->norm_eps, cosine, sine, dim, query, bf16);
-        for (int d = 0; d < dim; d += LANES) store(query, d, load(query, d, 0) * layer->scale, 0);
+        for (int d = 0; d < dim; d += LANES)
+            store(pass->query, to + d, load(query, d, 0) * layer->scale, bf16);
     }
     for (int g = 0; g < kv_heads; g++, at += dim) {
         float key[MAX_HEAD] __attribute__((aligned(64)));
@@ -334,11 +336,12 @@ INLINE void place_row(const Pass *pass, const Layer *layer, const void *qkv, int
     }
 }
 
-/* The keys (transposed) and values of one block of positions as float32, shared by all queries
- * that see the block. */
+/* The keys (transposed) and values of one block of positions, shared by all queries that see it.
+ * In bfloat16, what a product sums over lies in pairs: key[d / 2] holds dimensions d and d + 1,
+ * value[j / 2] positions j and j + 1. */
 typedef struct {
-    float key[MAX_HEAD][BLOCK] __attribute__((aligned(64)));
-    float value[BLOCK][MAX_HEAD] __attribute__((aligned(64)));
+    uint32_t key[MAX_HEAD][BLOCK] __attribute__((aligned(64)));
+    uint32_t value[BLOCK][MAX_HEAD] __attribute__((aligned(64)));
 } Tile;
 
 typedef struct { /* the online softmax of one query */
@@ -346,7 +349,7 @@ typedef struct { /* the online softmax of one query */
     vf total;      /* of the weights, lane by lane */
     float largest; /* score so far */
     int32_t position, hidden; /* sees the positions (hidden, position] */
-    const float *query;
+    const void *query;
 } State;
 
 /* Transpose a 16 x 16 block in four rounds of pairwise exchanges. */
@@ -369,37 +372,59 @@ INLINE void transpose(vf x[LANES]) {
 #undef ROUND
 }
 
+INLINE vu word(const void *p, int64_t i, int lanes) { /* up to 16 of 4 bytes, zeros behind them */
+    vu x = {0};
+    memcpy(&x, (const uint32_t *)p + i, lanes * sizeof(uint32_t));
+    return x;
+}
+
 /* Load the keys and values of some slots of the kv head that starts at slot `head`; negative slots
  * give zeros. */
 INLINE void load_tile(const Layer *layer, int64_t head, const int64_t slot[BLOCK], Tile *tile,
                       const int dim, const int bf16) {
+    const int words = bf16 ? dim / 2 : dim; /* of a key */
     for (int at = 0; at < BLOCK; at += LANES)
-        for (int d = 0; d < dim; d += LANES) {
+        for (int d = 0; d < words; d += LANES) {
+            const int lanes = words - d < LANES ? words - d : LANES;
             vf block[LANES];
             for (int j = 0; j < LANES; j++) {
-                int empty = slot[at + j] < 0;
-                int64_t from = (head + (empty ? 0 : slot[at + j])) * dim + d;
-                block[j] = empty ? (vf){0} : load(layer->key, from, bf16);
-                vf value = empty ? (vf){0} : load(layer->value, from, bf16);
-                store(tile->value[at + j], d, value, 0);
+                int64_t from = slot[at + j];
+                block[j] = from < 0 ? (vf){0} : (vf)word(layer->key, (head + from) * words + d, lanes);
             }
             transpose(block);
-            for (int j = 0; j < LANES; j++) store(tile->key[d + j], at, block[j], 0);
+            for (int j = 0; j < lanes; j++) memcpy(&tile->key[d + j][at], &block[j], sizeof(vf));
         }
+    for (int j = 0; j < BLOCK; j += 1 + bf16)
+        for (int d = 0; d < dim; d += LANES) {
+            int64_t from = slot[j], next = slot[j + bf16];
+            vf x = from < 0 ? (vf){0} : load(layer->value, (head + from) * dim + d, bf16);
+            if (bf16) { /* a loaded bfloat16 fills the upper half of its lane */
+                vf y = next < 0 ? (vf){0} : load(layer->value, (head + next) * dim + d, bf16);
+                x = (vf)((vu)y | (vu)x >> 16);
+            }
+            memcpy(&tile->value[j >> bf16][d], &x, sizeof x);
+        }
+}
+
+/* acc + lane-wise product of a row of a tile with one word of the other factor */
+INLINE vf dot_word(vf acc, const uint32_t *row, const void *other, int i, const int bf16) {
+    vu x;
+    memcpy(&x, row, sizeof x);
+    if (bf16) return dot(acc, x, ((const uint32_t *)other)[i]);
+    return acc + (vf)x * ((const float *)other)[i];
 }
 
 /* Weights of n queries (a constant at each call) for the block of positions from `from` on. */
 INLINE void score(State *const state[], const int n, const Tile *tile, int32_t from, float softcap,
-                  const int dim, float weight[][BLOCK], float old[]) {
+                  const int dim, const int bf16, float weight[][BLOCK], float old[]) {
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vf s[TOGETHER][PARTS];
     for (int i = 0; i < n; i++)
         for (int k = 0; k < PARTS; k++) s[i][k] = (vf){0};
-    for (int d = 0; d < dim; d++)
-        for (int k = 0; k < PARTS; k++) {
-            vf key = load(tile->key[d], k * LANES, 0);
-            for (int i = 0; i < n; i++) s[i][k] += state[i]->query[d] * key;
-        }
+    for (int d = 0; d < dim >> bf16; d++)
+        for (int i = 0; i < n; i++)
+            for (int k = 0; k < PARTS; k++)
+                s[i][k] = dot_word(s[i][k], &tile->key[d][k * LANES], state[i]->query, d, bf16);
     for (int i = 0; i < n; i++) {
         vf top = splat(-INFINITY);
         for (int k = 0; k < PARTS; k++) {
@@ -416,8 +441,8 @@ INLINE void score(State *const state[], const int n, const Tile *tile, int32_t f
         vf total = state[i]->total * old[i];
         for (int k = 0; k < PARTS; k++) {
             vf p = exponential(s[i][k] - largest);
-            total += p;
-            store(weight[i], k * LANES, p, 0);
+            store(weight[i], k * LANES, p, bf16);
+            total += load(weight[i], k * LANES, bf16); /* as rounded */
         }
         state[i]->total = total;
     }
@@ -425,35 +450,34 @@ INLINE void score(State *const state[], const int n, const Tile *tile, int32_t f
 
 /* Add the weighted values of a block to `width` lanes of n sums from d on (both constants). */
 INLINE void gather(State *const state[], const int n, const Tile *tile, const float weight[][BLOCK],
-                   const float old[], int d, const int width) {
+                   const float old[], int d, const int width, const int bf16) {
     vf x[TOGETHER][4];
     for (int i = 0; i < n; i++)
         for (int w = 0; w < width; w++) x[i][w] = load(state[i]->sum, d + w * LANES, 0) * old[i];
-    for (int j = 0; j < BLOCK; j++)
-        for (int w = 0; w < width; w++) {
-            vf value = load(tile->value[j], d + w * LANES, 0);
-            for (int i = 0; i < n; i++) x[i][w] += weight[i][j] * value;
-        }
+    for (int j = 0; j < BLOCK >> bf16; j++)
+        for (int i = 0; i < n; i++)
+            for (int w = 0; w < width; w++)
+                x[i][w] = dot_word(x[i][w], &tile->value[j][d + w * LANES], weight[i], j, bf16);
     for (int i = 0; i < n; i++)
         for (int w = 0; w < width; w++) store(state[i]->sum, d + w * LANES, x[i][w], 0);
 }
 
 INLINE void visit(State *const state[], const int n, const Tile *tile, int32_t from, float softcap,
-                  const int dim) {
+                  const int dim, const int bf16) {
     float weight[TOGETHER][BLOCK] __attribute__((aligned(64))), old[TOGETHER];
     int d = 0;
-    score(state, n, tile, from, softcap, dim, weight, old);
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) gather(state, n, tile, weight, old, d, 4);
-    for (; d < dim; d += LANES) gather(state, n, tile, weight, old, d, 1);
+    score(state, n, tile, from, softcap, dim, bf16, weight, old);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) gather(state, n, tile, weight, old, d, 4, bf16);
+    for (; d < dim; d += LANES) gather(state, n, tile, weight, old, d, 1, bf16);
 }
 
 INLINE void visit_all(State *const state[], int count, const Tile *tile, int32_t from,
-                      float softcap, const int dim) {
+                      float softcap, const int dim, const int bf16) {
     for (; count >= TOGETHER; count -= TOGETHER, state += TOGETHER)
-        visit(state, TOGETHER, tile, from, softcap, dim);
-    if (count == 3) visit(state, 3, tile, from, softcap, dim);
-    if (count == 2) visit(state, 2, tile, from, softcap, dim);
-    if (count == 1) visit(state, 1, tile, from, softcap, dim);
+        visit(state, TOGETHER, tile, from, softcap, dim, bf16);
+    if (count == 3) visit(state, 3, tile, from, softcap, dim, bf16);
+    if (count == 2) visit(state, 2, tile, from, softcap, dim, bf16);
+    if (count == 1) visit(state, 1, tile, from, softcap, dim, bf16);
 }
 
 /* Rows [begin, end) of segment s with one kv head: states[row - begin][query head of the group]. */
@@ -465,12 +489,12 @@ typedef struct {
     Tile *shared, *own;
 } Task;
 
-INLINE void open_states(const Task *t, const int dim) {
+INLINE void open_states(const Task *t, const int dim, const int bf16) {
     for (int32_t r = t->begin; r < t->end; r++)
         for (int i = 0; i < t->group; i++) {
             State *state = &t->states[(r - t->begin) * t->group + i];
             int64_t head = (int64_t)r * t->layer->heads + t->kv_head * t->group + i;
-            state->query = t->pass->query + head * dim;
+            state->query = (const char *)t->pass->query + head * dim * (bf16 ? 2 : 4);
             state->position = t->pass->position[r];
             state->hidden = t->layer->window ? state->position - t->layer->window : -1;
             state->largest = -INFINITY;
@@ -488,6 +512,18 @@ static void own_slots(const Task *t, int32_t r, int32_t from, int64_t slot[BLOCK
     for (int32_t p = pass->position[r]; p >= from && p >= length; p--) {
         if (p < from + BLOCK) slot[p - from] = pass->base[t->s] + length + row;
         row = pass->parent[first + row];
+    }
+}
+
+/* Ask for the next block while this one is computed: its lines come from memory, layer after layer
+ * of weights has passed through the caches since they were last used. */
+INLINE void prefetch_block(const Layer *layer, int64_t slot, const int dim, const int bf16) {
+    const int row = dim * (bf16 ? 2 : 4);
+    const char *key = (const char *)layer->key + slot * row;
+    const char *value = (const char *)layer->value + slot * row;
+    for (int i = 0; i < BLOCK * row; i += 64) {
+        __builtin_prefetch(key + i);
+        __builtin_prefetch(value + i);
     }
 }
 
@@ -509,17 +545,18 @@ INLINE void visit_block(const Task *t, int32_t from, int32_t last, const int dim
         for (int i = 0; i < t->group; i++) row[i] = states + i;
         own_slots(t, r, from, slot);
         load_tile(layer, head, slot, t->own, dim, bf16);
-        visit_all(row, t->group, t->own, from, layer->softcap, dim);
+        visit_all(row, t->group, t->own, from, layer->softcap, dim, bf16);
     }
     if (!count) return;
     for (int j = 0; j < BLOCK; j++)
         slot[j] = from + j <= last ? pass->base[t->s] + from + j : -1;
     load_tile(layer, head, slot, t->shared, dim, bf16);
-    visit_all(sharing, count, t->shared, from, layer->softcap, dim);
+    if (from + BLOCK <= last) prefetch_block(layer, head + pass->base[t->s] + from + BLOCK, dim, bf16);
+    visit_all(sharing, count, t->shared, from, layer->softcap, dim, bf16);
 }
 
 INLINE void attend(const Task *t, void *out, const int dim, const int bf16) {
-    open_states(t, dim);
+    open_states(t, dim, bf16);
     int32_t last = 0, start = INT32_MAX;
     for (int32_t i = 0; i < (t->end - t->begin) * t->group; i++) {
         if (t->states[i].position > last) last = t->states[i].position;
@@ -556,6 +593,13 @@ static Scratch *own_scratch(void) {
     return scratch;
 }
 
+static int count_tasks(const Pass *pass, const Layer *layer, int block) {
+    int tasks = 0;
+    for (int s = 0; s < pass->segments; s++)
+        tasks += (pass->first[s + 1] - pass->first[s] + block - 1) / block * layer->kv_heads;
+    return tasks;
+}
+
 static int segment_of(const Pass *pass, int64_t row) {
     int s = 0; /* few segments: a linear search costs less than another array */
     while (row >= pass->first[s + 1]) s++;
@@ -567,11 +611,9 @@ static int segment_of(const Pass *pass, int64_t row) {
 static void attention(const Pass *pass, const Layer *layer, const void *qkv, void *out) {
     int group = layer->heads / layer->kv_heads;
     int block = MAX_QUERIES / group; /* rows per task */
-    int tasks = 0;
-    for (int s = 0; s < pass->segments; s++) {
-        int rows = pass->first[s + 1] - pass->first[s];
-        tasks += (rows + block - 1) / block * layer->kv_heads;
-    }
+    int tasks = count_tasks(pass, layer, block);
+    for (; tasks < 4 && block > pass->rows / 2 && block > 1; tasks = count_tasks(pass, layer, block))
+        block /= 2; /* so that two threads get the same share */
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < pass->rows; r++) {
         int s = segment_of(pass, r);
