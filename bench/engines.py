@@ -13,6 +13,10 @@ VENVS = Path(os.environ.get("FORERUN_BENCH_VENVS", ROOT / "venvs"))
 TORCH = ("torch==2.13.0",)  # alone and first: beside others pip may choose a CUDA build
 
 
+class PeerError(Exception):
+    """An engine that cannot be installed, has ended, or does not answer in time."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine, its virtual environment and its ways of decoding.
@@ -40,17 +44,19 @@ class Engine:
         return ROOT / "workers" / f"{self.name}_worker.py"
 
     def install(self) -> None:
-        """Make the environment unless it is there. Raises `CalledProcessError`."""
+        """Make the environment unless it is there. Raises `PeerError`."""
         done = VENVS / self.name / "ready"
         if not self.installs or done.exists():
             return
         print(f"installing {self.name} into {done.parent}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", done.parent], check=True)
         pip = [str(self.python), "-m", "pip", "-qq", "--disable-pip-version-check"]
-        for packages in self.installs:
-            subprocess.run([*pip, "install", *packages], check=True)
+        commands = [[sys.executable, "-m", "venv", str(done.parent)]]
+        commands += [[*pip, "install", *packages] for packages in self.installs]
         if self.removes:
-            subprocess.run([*pip, "uninstall", "--yes", *self.removes], check=True)
+            commands.append([*pip, "uninstall", "--yes", *self.removes])
+        for command in commands:
+            if subprocess.run(command, check=False).returncode:
+                raise PeerError(f"cannot install {self.name}; choose others with --engine")
         done.touch()
 
     def variables(self) -> dict[str, str]:

@@ -17,13 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench.engines import Engine
+from bench.engines import Engine, PeerError
 
 LOADING, ANSWERING, FAREWELL = 300.0, 300.0, 20.0  # seconds before a process is given up
-
-
-class LaneError(Exception):
-    """The process ended, or did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class Lane:
         self._end(patience=0 if kind else FAREWELL)
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> Answer:
-        """Answer a batch greedily. Raises `LaneError` when the process has died."""
+        """Answer a batch greedily. Raises `PeerError` when the process has died."""
         self._signal(signal.SIGCONT)
         assert self.process.stdin
         try:
@@ -99,7 +95,7 @@ class Lane:
                 flush=True,
             )
         except BrokenPipeError:
-            raise LaneError(f"{self.name} has ended; see {self.log}") from None
+            raise PeerError(f"{self.name} has ended; see {self.log}") from None
         reply = self._read(ANSWERING)
         self._signal(signal.SIGSTOP)
         self.peak_rss_mb = reply["peak_rss_mb"]
@@ -118,10 +114,10 @@ class Lane:
     def _read(self, patience: float) -> dict[str, Any]:
         assert self.process.stdout
         if not select.select([self.process.stdout], [], [], patience)[0]:
-            raise LaneError(f"{self.name} said nothing for {patience:.0f} s; see {self.log}")
+            raise PeerError(f"{self.name} said nothing for {patience:.0f} s; see {self.log}")
         line = self.process.stdout.readline()
         if not line:
-            raise LaneError(f"{self.name} has ended; see {self.log}")
+            raise PeerError(f"{self.name} has ended; see {self.log}")
         message: dict[str, Any] = json.loads(line)
         return message
 

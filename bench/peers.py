@@ -12,9 +12,8 @@ The environments are made on first use, in bench/venvs or in $FORERUN_BENCH_VENV
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import platform
 import random
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -31,13 +30,15 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from bench.engines import ENGINES, ROOT
-from bench.lane import Lane, LaneError
+import forerun
+from bench.engines import ENGINES, ROOT, Engine, PeerError
+from bench.lane import Lane
 from bench.summary import Row, Sample, summarise
 from forerun.config import nearest
 from forerun.errors import ConfigError, ForerunError
 from forerun.models import packaged
-from forerun.tune.workloads import load_workload
+from forerun.tune.meta import git_revision, machine
+from forerun.tune.workloads import Workload, load_workload
 
 MODEL = "smollm2-135m"
 OUT = ROOT / "out"
@@ -54,14 +55,13 @@ def export_weights() -> None:
         subprocess.run([python, ROOT / "export_hf.py", source, OUT], check=True)
 
 
-def read_prompts(workload: str, count: int) -> list[list[int]]:
-    """Token ids of the first prompts of a workload, chat template applied."""
-    tokenizer = AutoTokenizer.from_pretrained(OUT / "hf")
+def encode(workload: Workload, tokenizer: Any) -> list[list[int]]:
+    """Token ids of all prompts, by the chat template, as transformers reads it."""
     return [
         tokenizer.apply_chat_template(
             list(prompt.messages), add_generation_prompt=True, return_dict=False
         )
-        for prompt in load_workload(workload).first(count).prompts
+        for prompt in workload.prompts
     ]
 
 
@@ -69,6 +69,14 @@ def in_batches(prompts: list[list[int]], size: int) -> Batches:
     """Whole batches only: a smaller last one would be another measurement."""
     starts = range(0, len(prompts) - size + 1, size)
     return [(start, prompts[start : start + size]) for start in starts]
+
+
+def modes(names: list[str]) -> list[tuple[Engine, str]]:
+    """The engines of these names in all their modes. Raises `ConfigError` for unknown ones."""
+    for name in names:
+        if name not in ENGINES:
+            raise ConfigError(f"no engine is called '{name}'; {nearest(name, ENGINES)}")
+    return [(ENGINES[name], mode) for name in names for mode in ENGINES[name].modes]
 
 
 def rotations(lanes: list[Lane], seed: int = 0) -> Iterator[list[Lane]]:
@@ -82,52 +90,42 @@ def rotations(lanes: list[Lane], seed: int = 0) -> Iterator[list[Lane]]:
 
 def measure(
     lanes: list[Lane], workload: str, batches: Batches, size: int, max_tokens: int
-) -> list[Sample]:
+) -> Iterator[Sample]:
     """Ask every lane every batch, once, in rotating order."""
     able = [lane for lane in lanes if size == 1 or lane.engine.batches]
-    samples = []
     steps = zip(batches, rotations(able), strict=False)
+    console = Console(stderr=True)
     label = f"{workload}, batch {size}"
-    for (first, prompts), order in track(
-        steps, label, total=len(batches), console=Console(stderr=True)
-    ):
+    for (first, prompts), order in track(steps, label, total=len(batches), console=console):
         for lane in order:
             answer = lane.ask(prompts, max_tokens)
-            samples.append(
-                Sample(
-                    engine=lane.engine.name,
-                    mode=lane.mode,
-                    workload=workload,
-                    batch=size,
-                    first_prompt=first,
-                    outputs=answer.outputs,
-                    seconds=answer.seconds,
-                    ttft=answer.ttft,
-                )
+            yield Sample(
+                engine=lane.engine.name,
+                mode=lane.mode,
+                workload=workload,
+                batch=size,
+                first_prompt=first,
+                outputs=answer.outputs,
+                seconds=answer.seconds,
+                ttft=answer.ttft,
             )
-    return samples
 
 
-def describe_run(max_tokens: int, prompts: int) -> dict[str, object]:
+def describe_run(workloads: list[Workload], max_tokens: int) -> dict[str, object]:
     """What one must know to repeat the run."""
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "revision": revision,
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
+        "command": sys.argv,
+        "git_revision": git_revision(Path(forerun.__file__).parent),
+        "machine": machine(),
         "model": MODEL,
         "dtype": "bfloat16",
         "temperature": 0,
         "max_tokens": max_tokens,
-        "prompts": prompts,
+        "workloads": {
+            workload.name: {"hash": workload.hash, "prompts": len(workload.prompts)}
+            for workload in workloads
+        },
     }
 
 
@@ -162,30 +160,30 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON with all figures.")] = OUT / "peers.json",
 ) -> None:
     """Measure other engines beside forerun and write all figures to one JSON file."""
-    chosen = engine or list(ENGINES)
-    for name in chosen:
-        if name not in ENGINES:
-            raise ConfigError(f"no engine is called '{name}'; {nearest(name, ENGINES)}")
+    chosen = modes(engine or list(ENGINES))
+    workloads = [load_workload(name).first(prompts) for name in workload]
+    sizes = [int(size) for size in batch.split(",")]
     export_weights()
-    ids = {name: read_prompts(name, prompts) for name in workload}
-    stop_ids = [AutoTokenizer.from_pretrained(OUT / "hf").eos_token_id]
+    for kind, _ in chosen:
+        kind.install()
+    tokenizer = AutoTokenizer.from_pretrained(OUT / "hf")
+    ids = {each.name: encode(each, tokenizer) for each in workloads}
+    warm_up = ids[workloads[0].name][0][::-1]  # a prompt that does not come again
     samples: list[Sample] = []
     with ExitStack() as stack:
         lanes = []
-        for name in chosen:
-            ENGINES[name].install()
-            for mode in ENGINES[name].modes:
-                print(f"starting {name} {mode}", file=sys.stderr)
-                lane = Lane(ENGINES[name], mode, OUT / ENGINES[name].weights, stop_ids, OUT)
-                lanes.append(stack.enter_context(lane))
-                lane.ask([ids[workload[0]][0][::-1]], 16)  # a prompt that does not come again
+        for kind, mode in chosen:
+            print(f"starting {kind.name} {mode}", file=sys.stderr)
+            lane = Lane(kind, mode, OUT / kind.weights, [tokenizer.eos_token_id], OUT)
+            lanes.append(stack.enter_context(lane))
+            lane.ask([warm_up], 16)
         try:
-            for size in map(int, batch.split(",")):
-                for name in workload:
-                    batches = in_batches(ids[name], size)
-                    samples += measure(lanes, name, batches, size, max_tokens)
+            for size, name in itertools.product(sizes, ids):
+                batches = in_batches(ids[name], size)
+                for sample in measure(lanes, name, batches, size, max_tokens):
+                    samples.append(sample)
         finally:  # an interrupted run still writes what it has
-            write(out, lanes, samples, describe_run(max_tokens, prompts))
+            write(out, lanes, samples, describe_run(workloads, max_tokens))
     print_rows(summarise(samples))
     print(f"all figures are in {out}", file=sys.stderr)
 
@@ -213,5 +211,5 @@ def write(out: Path, lanes: list[Lane], samples: list[Sample], meta: dict[str, o
 if __name__ == "__main__":
     try:
         typer.run(main)
-    except (ForerunError, LaneError) as error:
+    except (ForerunError, PeerError) as error:
         sys.exit(f"error: {error}")

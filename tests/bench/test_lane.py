@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.engines import Engine
-from bench.lane import Lane, LaneError
+from bench.engines import Engine, PeerError
+from bench.lane import Lane
 
 WORKERS = Path(__file__).parents[2] / "bench" / "workers"
 ECHO = f"""
@@ -79,7 +79,7 @@ def test_answers_and_stands_still_between_questions(engine: StandIn, tmp_path: P
 
 def test_a_dead_engine_is_reported_with_its_log(engine: StandIn, tmp_path: Path) -> None:
     with (
-        pytest.raises(LaneError, match=r"standin plain has ended; see .*standin-plain\.log"),
+        pytest.raises(PeerError, match=r"standin plain has ended; see .*standin-plain\.log"),
         Lane(engine, "plain", tmp_path, [9], tmp_path) as lane,
     ):
         lane.ask([[1]], max_tokens=100)
