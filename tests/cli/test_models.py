@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli.main import main
+from forerun.home import cache_folder
 from forerun.models import packaged
 from tiny import VOCAB, tiny_folder
 
@@ -19,7 +20,7 @@ def empty_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def put(name: str) -> Path:
     """Pretend that a model has been pulled."""
-    place = packaged.home() / "models" / packaged.find(name).file
+    place = cache_folder() / "models" / packaged.find(name).file
     place.parent.mkdir(parents=True)
     place.write_bytes(b"GGUF")
     return place

