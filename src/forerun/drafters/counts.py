@@ -36,14 +36,12 @@ class Matches(Protocol):
         ...
 
 
-class _Node:
-    """A run of tokens that occurred `count` >= 2 times, and the runs that are one token longer."""
+class _Node(dict[int, "_Node | int"]):
+    """A run of tokens that occurred `count` >= 2 times: token -> the run that is one longer."""
 
-    __slots__ = ("children", "count")
+    __slots__ = ("count",)
 
-    def __init__(self, count: int, children: dict[int, _Node | int]) -> None:
-        self.count = count
-        self.children = children
+    count: int
 
 
 class Trie:
@@ -55,8 +53,7 @@ class Trie:
     def __init__(self, tokens: list[int], order: int) -> None:
         self.tokens = tokens
         self.order = order
-        self.nodes = 0
-        self._root = _Node(0, {})
+        self._root = _Node()
         self._endings: list[_Node] = []  # of the text, longest first, as far as they are nodes
         self._read = 0
 
@@ -70,12 +67,12 @@ class Trie:
     def _append(self, token: int, position: int) -> list[_Node]:
         endings = []
         for node in (*self._endings, self._root):
-            child = node.children.get(token)
+            child = node.get(token)
             if child is None:
-                node.children[token] = position + 1
+                node[token] = position + 1
                 continue
             if isinstance(child, int):
-                child = node.children[token] = self._split(child)
+                child = node[token] = self._split(child)
             else:
                 child.count += 1
             endings.append(child)
@@ -84,9 +81,10 @@ class Trie:
 
     def _split(self, position: int) -> _Node:
         """The node of a run that occurs for the second time, the first continued at `position`."""
-        self.nodes += 1
         token = self.tokens[position]
-        return _Node(2, {} if token == END else {token: position + 1})
+        node = _Node() if token == END else _Node({token: position + 1})
+        node.count = 2
+        return node
 
     def endings(self, weight: float) -> TrieMatches:
         """The endings of the trie's own text."""
@@ -119,7 +117,7 @@ class TrieMatches:
             return [(tokens[context], 1)] if follows else []
         return [
             (token, 1 if isinstance(child, int) else child.count)
-            for token, child in context.children.items()
+            for token, child in context.items()
         ]
 
     def advance(self, token: int) -> TrieMatches:
@@ -131,7 +129,7 @@ class TrieMatches:
                 if context < len(tokens) and tokens[context] == token:
                     longer.append(context + 1)
             else:
-                child = context.children.get(token)
+                child = context.get(token)
                 if child is not None:
                     longer.append(child)
         return TrieMatches(trie, self.weight, longer[-trie.order :])
