@@ -81,7 +81,7 @@ def test_inspect_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert facts["runs_with"] == "forerun's own decoder"
     assert (facts["architecture"], facts["layers"], facts["hidden_size"]) == ("llama", 2, 32)
     assert (facts["vocab_size"], facts["context"], facts["tokenizer"]) == (VOCAB, 512, VOCAB)
-    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
+    layer = 2 * 64 * 32 + 2 * 32 * 32 + 3 * 48 * 32 + 2 * 32
     assert facts["parameters"] == 2 * VOCAB * 32 + 32 + 2 * layer
     assert (facts["dtype"], facts["chat_template"]) == ("float32", True)
     assert main(["inspect", str(folder)]) == 0
