@@ -97,7 +97,8 @@ def test_every_drafter_leaves_the_tokens_as_they_are(
     tokens, stats = decode(models, spec, "follow", sampling, batch)
     assert tokens == plain(sampling, batch)
     assert stats.draft_tokens > stats.accepted_tokens, "something was refused"
-    assert stats.accepted_tokens > 0, "something was accepted"
+    # A single random text may hold nothing that a lookup could find.
+    assert stats.accepted_tokens > 0 or batch == 1, "something was accepted"
 
 
 @pytest.mark.parametrize(
