@@ -104,8 +104,16 @@ def _compiler() -> str | None:
 
 
 def _build(compiler: str) -> Path:
+    try:
+        return _compiled([compiler, *FLAGS, *_openmp()])
+    except subprocess.CalledProcessError:
+        return _compiled([compiler, *FLAGS])  # one that knows no OpenMP: on one thread
+
+
+def _compiled(command: list[str]) -> Path:
+    """The library that this command makes of the source, from the cache if it is there."""
     key = hashlib.sha256(SOURCE.read_bytes())
-    for part in (compiler, torch.__version__, *FLAGS, _processor()):
+    for part in (torch.__version__, *command, _processor()):
         key.update(part.encode())
     built = cache_folder() / "kernels" / f"{key.hexdigest()[:16]}.so"
     if built.exists():
@@ -113,11 +121,7 @@ def _build(compiler: str) -> Path:
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         fresh = Path(scratch) / built.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-lm"]
-        try:
-            _run([*command, *_openmp()])
-        except subprocess.SubprocessError:
-            _run(command)  # compiles without OpenMP, on one thread
+        _run([*command, str(SOURCE), "-o", str(fresh), "-lm"])
         fresh.replace(built)
     return built
 

@@ -338,10 +338,10 @@ INLINE void place_row(const Pass *pass, const Layer *layer, const void *qkv, int
 
 /* The keys (transposed) and values of one block of positions, shared by all queries that see it.
  * In bfloat16, what a product sums over lies in pairs: key[d / 2] holds dimensions d and d + 1,
- * value[j / 2] positions j and j + 1. */
+ * value row j / 2 positions j and j + 1. */
 typedef struct {
     uint32_t key[MAX_HEAD][BLOCK] __attribute__((aligned(64)));
-    uint32_t value[BLOCK][MAX_HEAD] __attribute__((aligned(64)));
+    uint32_t value[BLOCK * MAX_HEAD] __attribute__((aligned(64))); /* rows of `dim` words */
 } Tile;
 
 typedef struct { /* the online softmax of one query */
@@ -402,7 +402,7 @@ INLINE void load_tile(const Layer *layer, int64_t head, const int64_t slot[BLOCK
                 vf y = next < 0 ? (vf){0} : load(layer->value, (head + next) * dim + d, bf16);
                 x = (vf)((vu)y | (vu)x >> 16);
             }
-            memcpy(&tile->value[j >> bf16][d], &x, sizeof x);
+            memcpy(&tile->value[(j >> bf16) * dim + d], &x, sizeof x);
         }
 }
 
@@ -450,14 +450,14 @@ INLINE void score(State *const state[], const int n, const Tile *tile, int32_t f
 
 /* Add the weighted values of a block to `width` lanes of n sums from d on (both constants). */
 INLINE void gather(State *const state[], const int n, const Tile *tile, const float weight[][BLOCK],
-                   const float old[], int d, const int width, const int bf16) {
+                   const float old[], int d, const int width, const int dim, const int bf16) {
     vf x[TOGETHER][4];
     for (int i = 0; i < n; i++)
         for (int w = 0; w < width; w++) x[i][w] = load(state[i]->sum, d + w * LANES, 0) * old[i];
     for (int j = 0; j < BLOCK >> bf16; j++)
         for (int i = 0; i < n; i++)
             for (int w = 0; w < width; w++)
-                x[i][w] = dot_word(x[i][w], &tile->value[j][d + w * LANES], weight[i], j, bf16);
+                x[i][w] = dot_word(x[i][w], &tile->value[j * dim + d + w * LANES], weight[i], j, bf16);
     for (int i = 0; i < n; i++)
         for (int w = 0; w < width; w++) store(state[i]->sum, d + w * LANES, x[i][w], 0);
 }
@@ -467,8 +467,8 @@ INLINE void visit(State *const state[], const int n, const Tile *tile, int32_t f
     float weight[TOGETHER][BLOCK] __attribute__((aligned(64))), old[TOGETHER];
     int d = 0;
     score(state, n, tile, from, softcap, dim, bf16, weight, old);
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) gather(state, n, tile, weight, old, d, 4, bf16);
-    for (; d < dim; d += LANES) gather(state, n, tile, weight, old, d, 1, bf16);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) gather(state, n, tile, weight, old, d, 4, dim, bf16);
+    for (; d < dim; d += LANES) gather(state, n, tile, weight, old, d, 1, dim, bf16);
 }
 
 INLINE void visit_all(State *const state[], int count, const Tile *tile, int32_t from,
@@ -528,7 +528,8 @@ INLINE void prefetch_block(const Layer *layer, int64_t slot, const int dim, cons
 }
 
 /* One block of positions for all rows of a task. */
-INLINE void visit_block(const Task *t, int32_t from, int32_t last, const int dim, const int bf16) {
+INLINE void visit_block(const Task *t, int32_t from, int32_t last, const float softcap,
+                        const int dim, const int bf16) {
     const Pass *pass = t->pass;
     const Layer *layer = t->layer;
     int64_t slot[BLOCK], head = (int64_t)t->kv_head * layer->slots;
@@ -545,17 +546,17 @@ INLINE void visit_block(const Task *t, int32_t from, int32_t last, const int dim
         for (int i = 0; i < t->group; i++) row[i] = states + i;
         own_slots(t, r, from, slot);
         load_tile(layer, head, slot, t->own, dim, bf16);
-        visit_all(row, t->group, t->own, from, layer->softcap, dim, bf16);
+        visit_all(row, t->group, t->own, from, softcap, dim, bf16);
     }
     if (!count) return;
     for (int j = 0; j < BLOCK; j++)
         slot[j] = from + j <= last ? pass->base[t->s] + from + j : -1;
     load_tile(layer, head, slot, t->shared, dim, bf16);
     if (from + BLOCK <= last) prefetch_block(layer, head + pass->base[t->s] + from + BLOCK, dim, bf16);
-    visit_all(sharing, count, t->shared, from, layer->softcap, dim, bf16);
+    visit_all(sharing, count, t->shared, from, softcap, dim, bf16);
 }
 
-INLINE void attend(const Task *t, void *out, const int dim, const int bf16) {
+INLINE void attend(const Task *t, void *out, const float softcap, const int dim, const int bf16) {
     open_states(t, dim, bf16);
     int32_t last = 0, start = INT32_MAX;
     for (int32_t i = 0; i < (t->end - t->begin) * t->group; i++) {
@@ -563,7 +564,7 @@ INLINE void attend(const Task *t, void *out, const int dim, const int bf16) {
         if (t->states[i].hidden + 1 < start) start = t->states[i].hidden + 1;
     }
     for (int32_t from = (start < 0 ? 0 : start) / BLOCK * BLOCK; from <= last; from += BLOCK)
-        visit_block(t, from, last, dim, bf16);
+        visit_block(t, from, last, softcap, dim, bf16);
     for (int32_t r = t->begin; r < t->end; r++)
         for (int i = 0; i < t->group; i++) {
             State *state = &t->states[(r - t->begin) * t->group + i];
@@ -575,10 +576,14 @@ INLINE void attend(const Task *t, void *out, const int dim, const int bf16) {
 }
 
 static void attend_any(const Task *t, void *out) {
-    int dim = t->layer->head_dim;
-    if (t->layer->bf16 && dim == 64) attend(t, out, 64, 1);
-    else if (t->layer->bf16) attend(t, out, dim, 1);
-    else attend(t, out, dim, 0);
+    /* The common sizes are constants, so that their loops are unrolled; a soft-cap that is 0 in the
+     * source leaves its registers to the sums. */
+    const Layer *l = t->layer;
+    float cap = l->softcap;
+    if (l->bf16 && !cap && l->head_dim == 64) attend(t, out, 0, 64, 1);
+    else if (l->bf16 && !cap && l->head_dim == 128) attend(t, out, 0, 128, 1);
+    else if (l->bf16) attend(t, out, cap, l->head_dim, 1);
+    else attend(t, out, cap, l->head_dim, 0);
 }
 
 typedef struct {
@@ -612,8 +617,10 @@ static void attention(const Pass *pass, const Layer *layer, const void *qkv, voi
     int group = layer->heads / layer->kv_heads;
     int block = MAX_QUERIES / group; /* rows per task */
     int tasks = count_tasks(pass, layer, block);
-    for (; tasks < 4 && block > pass->rows / 2 && block > 1; tasks = count_tasks(pass, layer, block))
-        block /= 2; /* so that two threads get the same share */
+    if (tasks < 4) { /* so few that threads would get unequal shares: split the rows in two */
+        block = (pass->rows + 1) / 2 < block ? (pass->rows + 1) / 2 : block;
+        tasks = count_tasks(pass, layer, block);
+    }
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < pass->rows; r++) {
         int s = segment_of(pass, r);
