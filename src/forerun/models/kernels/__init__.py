@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -118,6 +119,7 @@ def _compiled(command: list[str]) -> Path:
     built = cache_folder() / "kernels" / f"{key.hexdigest()[:16]}.so"
     if built.exists():
         return built
+    print("forerun: compiling for this processor, once; takes seconds", file=sys.stderr)
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         fresh = Path(scratch) / built.name
