@@ -192,6 +192,24 @@ def test_preemption_does_not_change_the_text(script: object, slots: int) -> None
         assert sorted(engine.drafter.released) == expected
 
 
+def test_a_full_store_shortens_budgets_and_drops_no_draft() -> None:
+    """A draft has room for all it was asked for, whatever its length turns out to be."""
+    budgets, nodes = [], []
+
+    def script(request: Request, budget: int) -> Draft:
+        draft = right(DEEP, nodes=20)(request, budget)
+        budgets.append(budget)
+        nodes.append(len(draft))
+        return draft
+
+    many = [([i, i + 1, i + 2] * (10 + 2 * i), greedy(40)) for i in range(6)]
+    engine = fake_engine(DEEP, script, slots=210, max_batch_rows=128)
+    outputs = run(engine, many)
+    assert outputs == [greedy_path(DEEP, prompt, 40) for prompt, _ in many]
+    assert engine.stats.draft_tokens == sum(nodes)
+    assert sum(0 < budget < 20 for budget in budgets) > 1, "the store was full at times"
+
+
 def test_new_requests_join_while_others_run() -> None:
     engine = fake_engine(DEEP, wild(DEEP), max_num_seqs=2)
     streams = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun import sampling
-from forerun.core import Draft, Request, SamplingParams, StepStats, TokenLogprobs
+from forerun.core import Request, SamplingParams, StepStats, TokenLogprobs
 from forerun.drafters.base import Drafter
 from forerun.engine import rows
 from forerun.engine.costs import Costs, measure
@@ -22,12 +22,11 @@ from forerun.engine.plan import Plan
 from forerun.engine.scheduler import (
     MAX_BATCH_ROWS,
     MAX_NUM_SEQS,
-    NOTHING,
     Batch,
     Scheduler,
     Turn,
 )
-from forerun.errors import CapacityError, ConfigError, PromptError
+from forerun.errors import ConfigError, PromptError
 from forerun.models.cache import KVStore
 from forerun.models.target import Forward, Target
 from forerun.models.tokenizer import Tokenizer
@@ -148,7 +147,7 @@ class Engine:
         turns = [turn for turn in batch.turns if turn.decoding]
         budgets = self.plan.budgets([turn.request for turn in turns], batch.rows_left)
         for turn, budget in zip(turns, budgets, strict=True):
-            turn.budget = budget
+            turn.budget = self._make_room(turn, budget)
         if asked := batch.asked:
             requests = [turn.request for turn in asked]
             drafts = self.drafter.propose(requests, [turn.budget for turn in asked])
@@ -156,6 +155,18 @@ class Engine:
                 assert len(draft) <= turn.budget, "a draft is larger than its budget"
                 turn.draft = draft
         batch.draft_seconds = perf_counter() - begin
+
+    def _make_room(self, turn: Turn, budget: int) -> int:
+        """Reserve slots for up to `budget` nodes, as many as fit; nobody is preempted for them.
+
+        Done before drafting: the length of a sampled draft depends on its tokens, so to drop one
+        that turns out too long would bias the output.
+        """
+        span = turn.request.span
+        assert span
+        budget = min(budget, self.store.free_slots + span.capacity - span.length - turn.rows)
+        self.store.reserve(span, turn.rows + budget)
+        return budget
 
     def _plan(self, batch: Batch) -> None:
         """Keep the nodes that are worth a row."""
@@ -165,16 +176,7 @@ class Engine:
         certain = sum(turn.rows for turn in batch.turns)
         drafts = self.plan.keep([turn.draft for turn in turns], certain)
         for turn, draft in zip(turns, drafts, strict=True):
-            turn.draft = draft if self._has_room(turn, draft) else NOTHING
-
-    def _has_room(self, turn: Turn, draft: Draft) -> bool:
-        """Reserve slots for a draft; nobody is preempted for it."""
-        assert turn.request.span
-        try:
-            self.store.reserve(turn.request.span, turn.rows + len(draft))
-        except CapacityError:
-            return False
-        return True
+            turn.draft = draft
 
     def _forward(self, batch: Batch) -> Forward:
         begin = perf_counter()
