@@ -313,4 +313,3 @@ def test_dropping_a_sampled_token_for_its_own_value_biases(patch: pytest.MonkeyP
         text = [*reference.spelled(draft, verdict.path), verdict.next_token]
         emitted[text[0]] += weight
     assert emitted == pytest.approx([0.40, 0.36, 0.24], abs=1e-12)
-    assert verifier.prefix_only_pruning

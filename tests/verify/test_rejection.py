@@ -91,7 +91,4 @@ def test_a_batch_mixes_sampled_certain_and_empty_drafts(verifier: Verifier) -> N
 def test_says_what_it_needs(verifier: Verifier) -> None:
     assert verifier.lossless
     assert verifier.independent_noise
-    assert verifier.prefix_only_pruning
-    follow = make_verifier("follow")
-    assert not follow.independent_noise
-    assert not follow.prefix_only_pruning
+    assert not make_verifier("follow").independent_noise

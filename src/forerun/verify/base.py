@@ -17,9 +17,6 @@ class Verifier(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     independent_noise: ClassVar[bool] = False  # drafts are sampled from their own noise, q kept
-    # A node may be dropped for what precedes it, never for its own value: where drafts are sampled,
-    # the plan must not rank nodes by `Draft.survival`.
-    prefix_only_pruning: ClassVar[bool] = False
 
     @abstractmethod
     def judge(

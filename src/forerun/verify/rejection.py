@@ -71,12 +71,11 @@ class Rejection(Verifier):
     """Exact in distribution.
 
     Must not be paired with a plan that drops sampled nodes by their own value (nor with a drafter
-    that does): what is left would no longer be a draw from q. Hence `prefix_only_pruning`.
+    that does): what is left would no longer be a draw from q.
     """
 
     name: ClassVar[str] = "rejection"
     independent_noise: ClassVar[bool] = True
-    prefix_only_pruning: ClassVar[bool] = True
 
     def noise(self, request: Request) -> Noise:
         """Where a request's decisions come from."""
