@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from forerun.config import Settings
 from forerun.core import Draft, Request, SamplingParams, StepStats
 from forerun.errors import ConfigError
 
@@ -30,7 +31,6 @@ from forerun.errors import ConfigError
         ({"n": 0}, "n: should be greater than or equal to 1"),
         ({"logprobs": 21}, "logprobs: should be less than or equal to 20"),
         ({"stop": ["a", ""]}, "stop: a stop string must not be empty"),
-        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens 5 is above max_tokens 4"),
     ],
 )
 def test_bad_parameters_are_refused_in_one_line(params: dict[str, Any], message: str) -> None:
@@ -40,6 +40,23 @@ def test_bad_parameters_are_refused_in_one_line(params: dict[str, Any], message:
     assert "\n" not in str(error.value)
 
 
+def test_an_error_of_the_whole_names_no_values() -> None:
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(max_tokens=4, min_tokens=5)
+    assert str(error.value) == "SamplingParams: min_tokens 5 is above max_tokens 4"
+
+
+def test_settings_may_have_a_title() -> None:
+    class Options(Settings):
+        title = "ngram"
+        k: int = 1
+
+    with pytest.raises(ConfigError, match=r"^ngram: k: should be a valid integer"):
+        Options(k="x")
+    with pytest.raises(ConfigError, match=r"^ngram has no 'kk'; did you mean 'k'"):
+        Options(kk=1)
+
+
 def test_stop_may_be_one_string_many_or_none() -> None:
     given: list[Any] = ["end", ["a", "b"], None, ()]
     stops = [SamplingParams(stop=stop).stop for stop in given]
@@ -47,8 +64,17 @@ def test_stop_may_be_one_string_many_or_none() -> None:
 
 
 def test_parameters_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        SamplingParams().temperature = 0.5
+    params = SamplingParams()
+    with pytest.raises(ConfigError, match=r"changed; .* model_copy\(update=.'temperature'"):
+        params.temperature = 0.5
+    assert params.model_copy(update={"temperature": 0.5}).temperature == 0.5
+    assert params.temperature == 1
+
+
+def test_equal_parameters_have_one_hash() -> None:
+    one = SamplingParams(stop=["a"], logit_bias={1: 2.0, 3: 4.0})
+    same = SamplingParams(stop=["a"], logit_bias={3: 4.0, 1: 2.0})
+    assert len({one, same, SamplingParams()}) == 2
 
 
 def test_greedy_and_edits() -> None:

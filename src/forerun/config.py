@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,8 +19,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Settings(BaseModel):
-    """Base of every settings class. Wrong names and values raise `ConfigError` with one line."""
+    """Base of every settings class. Wrong names and values raise `ConfigError` with one line.
 
+    title: what messages call it, in the user's words; None is the name of the class.
+    """
+
+    title: ClassVar[str | None] = None
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def __init__(self, **values: Any) -> None:
@@ -29,11 +33,23 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise ConfigError(self._explain(error)) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"{self._title()} cannot be changed; make another, "
+            f"for example with model_copy(update={{{name!r}: ...}})"
+        )
+
+    @classmethod
+    def _title(cls) -> str:
+        return cls.title or cls.__name__
+
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            return f"{cls.__name__} has no '{name}'; {nearest(name, cls.model_fields)}"
+            return f"{cls._title()} has no '{name}'; {nearest(name, cls.model_fields)}"
         problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        return f"{cls.__name__}: {name or 'values'}: {problem} (got {first['input']!r})"
+        if not name:
+            return f"{cls._title()}: {problem}"
+        return f"{cls._title()}: {name}: {problem} (got {first['input']!r})"

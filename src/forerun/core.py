@@ -62,6 +62,11 @@ class SamplingParams(Settings):
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         return self
 
+    def __hash__(self) -> int:
+        values = dict(self)
+        values["logit_bias"] = frozenset(self.logit_bias.items())
+        return hash(tuple(values.values()))
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
