@@ -141,12 +141,37 @@ def test_dynamic_scaling_changes_nothing_within_the_length() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
         ({"layer_types": ["linear_attention"] * 8}, "layers of type 'linear_attention'"),
         ({"use_bidirectional_attention": True}, "both directions"),
+        ({"quantization_config": "gptq"}, "quantised with gptq"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers '4', not a whole number"),
+        ({"num_attention_heads": None}, "num_attention_heads None, not a whole number"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads '2', not a whole number"),
+        ({"head_dim": True}, "head_dim True, not a whole number"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0, not a whole number"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings -5, not a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps 'small', not a number"),
+        ({"rope_parameters": "yes"}, "rope_parameters 'yes', not an object"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' needs 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor 0, not a number above 0"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
+            "rope type 'llama3' needs 'low_freq_factor'",
+        ),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 8 layers"),
+        ({"layer_types": 3}, "makes no sense"),
+        ({"model_type": "gemma3", "text_config": "x"}, "text_config 'x', not an object"),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused(change: dict[str, Any], message: str) -> None:
     decoder_config(LLAMA)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as caught:
         decoder_config(LLAMA | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_null_is_as_absent_where_there_is_a_default() -> None:
+    absent = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    assert decoder_config(absent | {"num_key_value_heads": None}) == decoder_config(absent)
+    assert decoder_config(LLAMA | {"head_dim": None}) == decoder_config(LLAMA)
 
 
 def test_a_missing_number_is_named() -> None:

@@ -229,14 +229,36 @@ def test_gguf_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no readable tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         folder_tokenizer(tmp_path)
 
 
 def test_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": ')
-    with pytest.raises(ModelError, match=r"has no readable tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged"):
         folder_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("[]", "holds no JSON object"),
+        ("{", "is not valid JSON"),
+        ('{"chat_template": [{"a": 1}]}', "neither a text nor a list"),
+        ('{"chat_template": ["a"]}', "neither a text nor a list"),
+        ('{"chat_template": 5}', "neither a text nor a list"),
+    ],
+)
+def test_damaged_settings(tmp_path: Path, settings: str, message: str) -> None:
+    (tiny.tiny_folder(tmp_path) / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(ModelError, match=message):
+        folder_tokenizer(tmp_path)
+
+
+def test_special_tokens_without_a_text_are_left_out(tmp_path: Path) -> None:
+    path = tiny.tiny_folder(tmp_path) / "tokenizer_config.json"
+    path.write_text('{"eos_token": {"lstrip": false}, "bos_token": "<|start|>", "pad_token": null}')
+    assert folder_tokenizer(tmp_path).special_tokens == {"bos_token": "<|start|>"}
 
 
 def test_where_a_chat_template_may_lie(tmp_path: Path) -> None:
@@ -316,6 +338,8 @@ def test_chat_as_transformers_renders_it(template: str, messages: list[dict[str,
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ 'x' + messages[0]['missing'] }}", "refuses the messages"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[0].content.index('?') }}", "substring not found"),
     ],
 )
 def test_refused_messages(template: str, message: str) -> None:
@@ -324,8 +348,12 @@ def test_refused_messages(template: str, message: str) -> None:
 
 
 def test_broken_template() -> None:
+    """Is in the way of conversations only, not of raw prompts."""
+    tokenizer = Tokenizer(tiny.tiny_tokenizer(), "{% for %}")
+    assert tokenizer.has_chat_template
+    assert tokenizer.encode("ab") == [97, 98]
     with pytest.raises(ModelError, match="chat template of this model is broken"):
-        ChatTemplate("{% for %}", {})
+        tokenizer.chat(CONVERSATIONS[0])
 
 
 # The packaged models ----------------------------------------------------------------------------

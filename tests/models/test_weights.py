@@ -68,9 +68,10 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         folder_weights(tmp_path, FLOAT)
 
 
-def test_a_damaged_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"weight', "[]", "{}", '{"weight_map": {"a": 5}}'])
+def test_a_damaged_index(tmp_path: Path, content: str) -> None:
     sharded(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight')
+    (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match="is damaged"):
         folder_weights(tmp_path, FLOAT)
 
@@ -87,14 +88,37 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
         folder_weights(tmp_path, FLOAT)
 
 
+@pytest.mark.parametrize("size", [0, 50])
+def test_a_pickle_cut_short(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(tensors(), path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="cut short, damaged or older than torch"):
+        folder_weights(tmp_path, FLOAT)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_integers_are_no_weights(tmp_path: Path, pickled: bool) -> None:
+    """Without the scale that belongs to them."""
+    state = {"a.weight": torch.ones(4, 3, dtype=torch.int8), "b.weight": torch.ones(5).half()}
+    if pickled:
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    weights = folder_weights(tmp_path, FLOAT)
+    assert torch.equal(weights.take("b.weight", 5), torch.ones(5))
+    with pytest.raises(CheckpointError, match=r"'a\.weight' is stored as int8"):
+        weights.take("a.weight", 4, 3)
+
+
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no weights"):
         folder_weights(tmp_path, FLOAT)
 
 
-def test_missing_tensor_names_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_tensor(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"no tensor 'c\.weight'; did you mean"):
+    with pytest.raises(CheckpointError, match=r"no tensor 'c\.weight'; the file is incomplete"):
         folder_weights(tmp_path, FLOAT).take("c.weight", 4, 3)
 
 

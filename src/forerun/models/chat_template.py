@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
@@ -15,40 +16,45 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from forerun.errors import ModelError, PromptError
+from forerun.models.foreign import reason
 
 
 class ChatTemplate:
-    """A template and the special tokens it may name (`bos_token`, `eos_token`, ...).
-
-    Raises `ModelError` when the template is not valid jinja.
-    """
+    """A template and the special tokens it may name (`bos_token`, `eos_token`, ...)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self.special_tokens = special_tokens
+
+    @cached_property
+    def template(self) -> Template:
+        """Compiled at first use: raw prompts need none, so a broken one may not be in their way."""
         try:
-            self.template = _compile(source)
+            return _compile(self.source)
         except TemplateError as error:
             raise ModelError(
-                f"the chat template of this model is broken ({error}); use raw prompts"
+                f"the chat template of this model is broken ({reason(error)}); use raw prompts"
             ) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The conversation as text, up to where the assistant begins.
 
-        Raises `PromptError` when the template refuses the messages.
+        Raises `PromptError` when the template refuses the messages, `ModelError` when it is not
+        valid jinja.
         """
+        template = self.template
         try:
-            return self.template.render(
+            return template.render(
                 messages=messages,
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **self.special_tokens,
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # a template can raise whatever Python can
             raise PromptError(
-                f"the chat template of this model refuses the messages: {error}; each needs a "
-                "'role' and a 'content', in an order that the model knows"
+                f"the chat template of this model refuses the messages: {reason(error)}; each "
+                "needs a 'role' and a 'content', in an order that the model knows"
             ) from None
 
 

@@ -5,6 +5,7 @@ Anything that our decoder would silently compute differently is a `ModelError`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 
 from forerun.errors import ModelError
 from forerun.models.architecture import DecoderConfig
+from forerun.models.foreign import reason
 from forerun.models.gguf_file import GGUFFile
+from forerun.models.rope import NEEDED
 from forerun.models.weights import ROPE_FACTORS
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_OWN = "fetch the model's own config.json"
 _GEMMA_PATTERN = 6  # every sixth layer of Gemma 3 sees everything
 _GEMMA_LOCAL_THETA = 10_000.0
 
@@ -26,7 +29,7 @@ Config = Mapping[str, Any]
 def text_config(config: Config) -> Config:
     """The language model's part of a config: Gemma 3 with vision nests it."""
     if config.get("model_type") == "gemma3":
-        return {"model_type": "gemma3_text", **config.get("text_config", {})}
+        return {"model_type": "gemma3_text", **_object(config, "text_config")}
     return config
 
 
@@ -44,30 +47,54 @@ def decoder_config(published: Config) -> DecoderConfig:
     try:
         return _decoder_config(architecture, config)
     except KeyError as error:
-        raise ModelError(f"config.json lacks {error}; fetch the model's own config.json") from None
+        raise ModelError(f"config.json lacks {error}; {_OWN}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"the config makes no sense ({reason(error)}); {_OWN}") from None
+
+
+def _whole(config: Config, name: str) -> int:
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"the config has {name} {value!r}, not a whole number above 0; {_OWN}")
+    return value
+
+
+def _number(config: Config, name: str) -> float:
+    value = config[name]
+    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ModelError(f"the config has {name} {value!r}, not a number above 0; {_OWN}")
+    return float(value)
+
+
+def _object(config: Config, name: str) -> Config:
+    """An object inside the config; empty where it is absent."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"the config has {name} {value!r}, not an object; {_OWN}")
+    return value
 
 
 def _decoder_config(architecture: str, config: Config) -> DecoderConfig:
     gemma = architecture == "gemma3_text"
-    heads = config["num_attention_heads"]
+    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     bias = bool(config.get("attention_bias"))
     sliding = _sliding_layers(architecture, config)
     rope, local = _rope(config)
     return DecoderConfig(
         architecture=architecture,
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
+        vocab_size=_whole(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_whole(config, "intermediate_size"),
+        layers=_whole(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        max_length=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        rope_theta=float(rope["rope_theta"]),
+        kv_heads=_whole({"num_key_value_heads": heads} | _given(config), "num_key_value_heads"),
+        head_dim=_whole({"head_dim": hidden // heads} | _given(config), "head_dim"),
+        max_length=_whole(config, "max_position_embeddings"),
+        norm_eps=_number(config, "rms_norm_eps"),
+        rope_theta=_number(rope, "rope_theta"),
         rope_scaling=_scaling(rope, config),
-        rope_local_theta=float(local["rope_theta"]) if local else None,
-        sliding_window=config["sliding_window"] if any(sliding) else None,
+        rope_local_theta=_number(local, "rope_theta") if local else None,
+        sliding_window=_whole(config, "sliding_window") if any(sliding) else None,
         sliding_layers=sliding if any(sliding) else (),
         tied_embeddings=bool(config.get("tie_word_embeddings", gemma)),
         qkv_bias=bias or architecture == "qwen2",
@@ -77,11 +104,16 @@ def _decoder_config(architecture: str, config: Config) -> DecoderConfig:
         sandwich_norms=gemma,
         norm_offset=1.0 if gemma else 0.0,
         activation="gelu_tanh" if gemma else "silu",
-        embedding_scale=config["hidden_size"] ** 0.5 if gemma else 1.0,
-        attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5 if gemma else 0.0,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        attention_scale=_number(config, "query_pre_attn_scalar") ** -0.5 if gemma else 0.0,
         attention_softcap=config.get("attn_logit_softcapping"),
         logit_softcap=config.get("final_logit_softcapping"),
     )
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """Without what is null."""
+    return {name: value for name, value in config.items() if value is not None}
 
 
 # Published configs of Gemma 3 leave out what equals transformers' defaults.
@@ -107,8 +139,8 @@ def _refuse_unknown_features(config: Config) -> None:
             f"this {architecture} uses the activation '{activation}', our decoder {expected}; "
             "take a model of the usual shape"
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unknown method")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ModelError(
             f"the weights are quantised with {method}, which is not read; take the unquantised "
             "checkpoint or a GGUF file of this model"
@@ -118,12 +150,16 @@ def _refuse_unknown_features(config: Config) -> None:
 
 
 def _sliding_layers(architecture: str, config: Config) -> tuple[bool, ...]:
-    layers = range(config["num_hidden_layers"])
+    layers = range(_whole(config, "num_hidden_layers"))
     if kinds := config.get("layer_types"):
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise ModelError(
                 f"this model has layers of type '{unknown.pop()}', our decoder only full and "
                 "sliding attention; take another model"
+            )
+        if len(kinds) != len(layers):
+            raise ModelError(
+                f"the config has {len(kinds)} layer_types for {len(layers)} layers; {_OWN}"
             )
         return tuple(kind == "sliding_attention" for kind in kinds)
     if architecture == "mistral":
@@ -144,10 +180,10 @@ def _rope(config: Config) -> tuple[Config, Config | None]:
     gemma = config["model_type"] == "gemma3_text"
     theta = config.get("rope_theta", 1e6 if gemma else 1e4)
     local = {"rope_theta": config.get("rope_local_base_freq", _GEMMA_LOCAL_THETA)}
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _object(config, "rope_parameters") or _object(config, "rope_scaling")
     if "full_attention" in rope:
         local = rope.get("sliding_attention", local)
-        rope = rope["full_attention"]
+        rope = _object(rope, "full_attention")
     kind = local.get("rope_type", "default")
     if gemma and kind != "default":
         raise ModelError(
@@ -164,9 +200,9 @@ def _scaling(rope: Config, config: Config) -> dict[str, Any] | None:
     if kind == "dynamic":
         # Changes nothing up to max_position_embeddings, and nothing longer is run.
         kind = "default"
-    if kind not in ROPE_TYPES:
+    if kind not in NEEDED:
         raise ModelError(
-            f"rope type '{kind}' is not computed by our decoder (only {', '.join(ROPE_TYPES)}); "
+            f"rope type '{kind}' is not computed by our decoder (only {', '.join(NEEDED)}); "
             "take another model"
         )
     if kind == "default":
@@ -175,6 +211,10 @@ def _scaling(rope: Config, config: Config) -> dict[str, Any] | None:
     scaling["rope_type"] = kind
     original = "original_max_position_embeddings"
     scaling.setdefault(original, config.get(original) or config["max_position_embeddings"])
+    for name in (original, *NEEDED[kind]):
+        if name not in scaling:
+            raise ModelError(f"rope type '{kind}' needs '{name}', which the config lacks; {_OWN}")
+        _number(scaling, name)
     return scaling
 
 

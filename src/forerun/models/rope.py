@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import ModelError
+# The kinds of scaling, and the numbers each cannot do without.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 
 
 class Rope:
@@ -35,8 +41,8 @@ class Rope:
             self.frequencies, self.factor = _yarn(
                 self.frequencies, theta, head_dim, scaling, max_length
             )
-        elif kind != "default":
-            raise ModelError(f"rope scaling '{kind}' is not supported; known: {', '.join(KINDS)}")
+        else:
+            assert kind == "default", kind
         self.cosine_PD = self.sine_PD = torch.empty(0)
 
     def tables(self, positions: int) -> tuple[Tensor, Tensor]:
@@ -47,9 +53,6 @@ class Rope:
             self.cosine_PD = (angles.cos() * self.factor).to(self.device, torch.float32)
             self.sine_PD = (angles.sin() * self.factor).to(self.device, torch.float32)
         return self.cosine_PD, self.sine_PD
-
-
-KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:

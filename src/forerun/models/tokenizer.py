@@ -6,7 +6,6 @@ without importing transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from forerun.errors import ModelError, PromptError
 from forerun.models.chat_template import ChatTemplate
+from forerun.models.foreign import read_json, reason
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.gguf_tokenizer import build_tokenizer
 
@@ -50,7 +50,14 @@ class Tokenizer:
         return self.chat_template is not None
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """special: add what the model expects around a text, such as its first token."""
+        """special: add what the model expects around a text, such as its first token.
+
+        Raises `PromptError` for lone surrogates: what Python makes of bytes that are not UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PromptError("the prompt is not valid UTF-8; convert it first") from None
         return list(self.backend.encode(text, add_special_tokens=special).ids)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -140,26 +147,31 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     Raises `ModelError` when there is none or it is damaged.
     """
     settings = _json(folder / "tokenizer_config.json")
-    special = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in (_json(folder / "special_tokens_map.json") | settings).items()
-        if name.endswith("_token") and isinstance(token, (str, dict))
-    }
+    special = {}
+    for name, token in (_json(folder / "special_tokens_map.json") | settings).items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            special[name] = text
     return Tokenizer(_backend(folder), _template(folder, settings), special)
 
 
 def _backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
-    try:
-        if path.exists():
+    if path.exists():
+        try:
             return Backend.from_file(str(path))
-        from transformers import AutoTokenizer  # seconds to import, and rarely needed
+        except Exception as error:  # `tokenizers` raises bare Exceptions
+            raise ModelError(f"{path} is damaged ({reason(error)}); fetch it again") from None
+    from transformers import AutoTokenizer  # seconds to import, and rarely needed
 
+    try:
         backend: Backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-        return backend
-    except Exception as error:  # `tokenizers` raises bare Exceptions
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{folder} has no readable tokenizer.json ({reason}); add it") from None
+    except Exception:  # many kinds, none of which says that files are missing
+        raise ModelError(
+            f"{folder} has no tokenizer.json, and no other tokenizer that transformers can read; "
+            "add it"
+        ) from None
+    return backend
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -167,17 +179,18 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if path.exists():
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {item["name"]: item["template"] for item in template}
-        template = named.get("default")
-    return template
+    try:
+        if isinstance(template, list):  # several, by name
+            template = {item["name"]: item["template"] for item in template}.get("default")
+        if template is None or isinstance(template, str):
+            return template
+    except (KeyError, TypeError):
+        pass
+    raise ModelError(
+        f"the chat_template in {folder / 'tokenizer_config.json'} is neither a text nor a list of "
+        "named ones; fetch it again"
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ModelError(f"{path} is not valid JSON; fetch it again") from None
-    return content
+    return read_json(path) if path.exists() else {}

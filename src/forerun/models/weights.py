@@ -6,10 +6,9 @@ would compute something else than its authors published.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.config import nearest
-from forerun.errors import CheckpointError
+from forerun.errors import CheckpointError, ModelError
+from forerun.models.foreign import read_json, reason
 from forerun.models.gguf_file import GGUFFile
 
 # Buffers that old versions of transformers saved and that are computed, not loaded.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,10 @@ class Weights:
         """
         entry = self.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.origin} has no tensor '{name}'; {self._similar(name)}")
+            raise CheckpointError(
+                f"{self.origin} has no tensor '{name}'; the file is incomplete, or the config "
+                "belongs to another model"
+            )
         if entry.shape != shape:
             raise CheckpointError(
                 f"{self.origin}: '{name}' has shape {list(entry.shape)}, the config asks for "
@@ -71,11 +75,6 @@ class Weights:
                 f"{self.origin} has tensors that this architecture does not use: '{left[0]}'{more};"
                 " use the config.json that belongs to these weights"
             )
-
-    def _similar(self, name: str) -> str:
-        if not self.entries:
-            return "it holds none at all"
-        return nearest(name, self.entries) if len(self.entries) < 1000 else "is it complete?"
 
 
 def folder_weights(
@@ -110,10 +109,10 @@ def _files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names: Iterable[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError):
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        paths = [index.parent / name for name in names]
+    except (ModelError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"{index} is damaged; fetch it again") from None
-    paths = [index.parent / name for name in names]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise CheckpointError(
@@ -126,11 +125,13 @@ def _safetensors(path: Path) -> dict[str, Entry]:
     try:
         file: Any = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is cut short or damaged ({error}); fetch it again") from None
+        raise CheckpointError(
+            f"{path} is cut short or damaged ({reason(error)}); fetch it again"
+        ) from None
 
     def entry(name: str) -> Entry:
         shape = tuple(file.get_slice(name).get_shape())
-        return Entry(shape, lambda dtype: file.get_tensor(name).to(dtype))
+        return Entry(shape, lambda dtype: _converted(file.get_tensor(name), dtype, path, name))
 
     return {name: entry(name) for name in file.keys()}  # noqa: SIM118, safe_open is no mapping
 
@@ -138,16 +139,30 @@ def _safetensors(path: Path) -> dict[str, Entry]:
 def _pickled(path: Path) -> dict[str, Entry]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return {name: _loaded(tensor) for name, tensor in tensors.items()}
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        return {name: _loaded(tensor, path, name) for name, tensor in tensors.items()}
+    except (pickle.UnpicklingError, AttributeError):
         raise CheckpointError(
-            f"{path} cannot be read as plain weights ({reason}); take a safetensors version"
+            f"{path} holds something else than tensors; take a safetensors version"
+        ) from None
+    except (RuntimeError, OSError, EOFError):
+        raise CheckpointError(
+            f"{path} is cut short, damaged or older than torch 1.6; fetch it again, or take a "
+            "safetensors version"
         ) from None
 
 
-def _loaded(tensor: Tensor) -> Entry:
-    return Entry(tuple(tensor.shape), lambda dtype: tensor.to(dtype))
+def _loaded(tensor: Tensor, path: Path, name: str) -> Entry:
+    return Entry(tuple(tensor.shape), lambda dtype: _converted(tensor, dtype, path, name))
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype, path: Path, name: str) -> Tensor:
+    if tensor.dtype not in FLOATS:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{path}: '{name}' is stored as {kind}, which means nothing without its scale; take "
+            "the unquantised checkpoint or a GGUF file of this model"
+        )
+    return tensor.to(dtype)
 
 
 # How llama.cpp names the tensors of a block, and the models that are run here.
