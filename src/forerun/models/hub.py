@@ -5,7 +5,6 @@ Imports of what a model does not need are put off, because `forerun generate` sh
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import sys
@@ -22,6 +21,7 @@ from forerun.home import cache_folder
 from forerun.models import packaged
 from forerun.models.configs import ARCHITECTURES, decoder_config, gguf_config, text_config
 from forerun.models.decoder import Decoder
+from forerun.models.foreign import read_json, reason
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.target import Target
 from forerun.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
@@ -97,9 +97,8 @@ def _snapshot(model: str) -> Path:
                 break
         return folder
     except Exception as error:  # many kinds: network, authorisation, validation
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"cannot fetch {model} from the Hub ({reason}); check the name and the network, "
+            f"cannot fetch {model} from the Hub ({reason(error)}); check the name and the network, "
             "or give a folder"
         ) from None
 
@@ -131,15 +130,11 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder. Raises `ModelError` when it is missing or damaged."""
     """The content of config.json. Raises `ModelError` when there is none or it is damaged."""
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{folder} has no config.json; give the folder of a model") from None
-    except ValueError:
-        raise ModelError(f"{folder / 'config.json'} is not valid JSON; fetch it again") from None
-    return config
+    path = folder / "config.json"
+    if not path.exists():
+        raise ModelError(f"{folder} has no config.json; give the folder of a model")
+    return read_json(path)
 
 
 def _renaming(config: Mapping[str, Any], tied: bool) -> Callable[[str], str | None]:
@@ -159,9 +154,15 @@ def _renaming(config: Mapping[str, Any], tied: bool) -> Callable[[str], str | No
 
 def _published_stops(folder: Path, config: Mapping[str, Any]) -> Iterable[int]:
     path = folder / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    generation = read_json(path) if path.exists() else {}
     stops = generation.get("eos_token_id", text_config(config).get("eos_token_id"))
-    return [] if stops is None else [stops] if isinstance(stops, int) else stops
+    listed: list[Any] = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if wrong := [stop for stop in listed if not isinstance(stop, int)]:
+        raise ModelError(
+            f"{folder} has the eos_token_id {wrong[0]!r}, which is no token id; fetch its "
+            "generation_config.json and config.json again"
+        )
+    return listed
 
 
 def _stop_ids(published: Iterable[int], tokenizer: Tokenizer) -> frozenset[int]:
@@ -176,10 +177,16 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise ConfigError(f"there is no device '{name}'; use auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device was found; use --device cpu")
+        known = False
+    if not known:
+        raise ConfigError(f"there is no device '{name}'; use auto, cpu, cuda or cuda:0")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no {name}: {torch.cuda.device_count()} CUDA devices were found; use another "
+            "--device"
+        )
     return device
 
 

@@ -44,6 +44,15 @@ def measure(decoder: Decoder) -> Invariance:
     return Invariance(1, rows=False, trees=False)
 
 
+def is_finite(decoder: Decoder) -> bool:
+    """Whether a short pass through all layers gives logits that are numbers."""
+    store = decoder.new_store(64)
+    span = store.open()
+    store.reserve(span, 2)
+    logits_NV = decoder.forward([Segment(span, _tokens(decoder, 2))], store).logits_NV
+    return bool(logits_NV.isfinite().all())
+
+
 def _tokens(decoder: Decoder, count: int) -> list[int]:
     return [(7919 * i + 13) % decoder.config.vocab_size for i in range(count)]
 
