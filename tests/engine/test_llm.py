@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fakes import FREE, FakeTarget, random_rule, script_rule
 from forerun import LLM, SamplingParams
@@ -50,6 +54,24 @@ def test_prompts_may_be_token_ids() -> None:
     for prompts in ([65], [[65]]):
         (output,) = scripted().generate(prompts, params)
         assert (output.prompt, output.outputs[0].text) == (None, TEXT)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+def test_prompts_may_be_arrays(kind: Callable[[list[int]], Any]) -> None:
+    params = SamplingParams(max_tokens=100, temperature=0)
+    for prompts in (kind([65]), [kind([65])], kind([[65]])):
+        (output,) = scripted().generate(prompts, params)
+        assert (output.prompt_token_ids, output.outputs[0].text) == ([65], TEXT)
+
+
+@pytest.mark.parametrize(
+    "prompts", [5, None, [1.5], [[1.5]], [None], {"prompt": "a"}, [{"prompt": "a"}], ["a", [["b"]]]]
+)
+def test_what_is_no_prompt_is_refused(prompts: Any) -> None:
+    llm = scripted()
+    with pytest.raises(PromptError, match="is no prompt; give a text or a list of token ids"):
+        llm.generate(prompts)
+    assert not llm.engine.busy
 
 
 def test_outputs_keep_the_order_of_the_prompts(model: LoadedModel) -> None:
@@ -107,6 +129,18 @@ def test_a_stream_brings_the_text_in_whole_characters() -> None:
     assert deltas[-1].finish_reason == "stop"
 
 
+def test_a_stream_checks_when_it_is_asked_for() -> None:
+    llm = scripted()
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        llm.stream("")
+    with pytest.raises(PromptError, match=r"\['a', 'b'\] is no prompt"):
+        llm.stream(["a", "b"])
+    with pytest.raises(ConfigError, match="is no SamplingParams"):
+        llm.stream("a", {"temperature": 0})
+    llm.stream("a")
+    assert not llm.engine.busy, "nobody reads it"
+
+
 def test_streams_and_lists_may_run_at_once(model: LoadedModel) -> None:
     llm = LLM(model, draft="suffix")
     params = SamplingParams(max_tokens=25, seed=4, ignore_eos=True)
@@ -141,6 +175,14 @@ def test_chat_goes_through_the_template(model: LoadedModel) -> None:
     assert [each.outputs[0].token_ids for each in both] == [one.outputs[0].token_ids] * 2
 
 
+@pytest.mark.parametrize(
+    "messages", [[], [[]], {"role": "user"}, "hi", ["hi"], [[{"role": "user"}], []]]
+)
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    with pytest.raises(PromptError, match="a list of at least one message"):
+        scripted().chat(messages)
+
+
 def test_nothing_runs_if_one_prompt_cannot_be_served(model: LoadedModel) -> None:
     llm = LLM(model)
     with pytest.raises(PromptError, match="the prompt is empty"):
@@ -150,6 +192,9 @@ def test_nothing_runs_if_one_prompt_cannot_be_served(model: LoadedModel) -> None
     assert not llm.engine.busy
     with pytest.raises(ConfigError, match="2 prompts came with 3 SamplingParams"):
         llm.generate(["a", "b"], [SamplingParams()] * 3)
+    for wrong in ({}, {"temperature": 0}, [{"temperature": 0}]):
+        with pytest.raises(ConfigError, match="is no SamplingParams; write SamplingParams"):
+            llm.generate(["a"], wrong)
 
 
 def test_no_prompts_no_outputs(model: LoadedModel) -> None:
@@ -172,6 +217,24 @@ def test_the_verifier_says_how_drafts_are_drawn(model: LoadedModel, tmp_path: Pa
     llm.generate("ab ab", SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
     assert laws
     assert all(law is not None and law.shape[1] == VOCAB for law in laws)
+
+
+def test_no_draft_is_none_and_an_empty_one_is_refused() -> None:
+    for draft in (None, "none"):
+        assert scripted(draft=draft).engine.drafter is None
+    with pytest.raises(ConfigError, match="draft spec '' lacks a drafter"):
+        scripted(draft="")
+
+
+def test_a_model_may_be_a_path(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", layers=1, seed=3)
+    assert LLM(folder, kv_tokens=64).model.name == str(folder)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_batch_rows", "kv_tokens"])
+def test_counts_are_whole_numbers(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is '5'; give a whole number"):
+        scripted(**{name: "5"})
 
 
 def test_unknown_names_are_refused(model: LoadedModel) -> None:

@@ -82,10 +82,7 @@ class Engine:
         max_tokens is cut to where the model or the store ends. Raises `PromptError` for a prompt
         that can never be served, `ConfigError` for parameters that do not suit the model.
         """
-        self._check_prompt(prompt)
-        sampling.check_vocabulary(params, self.target.info.vocab_size)
-        if params.stop and not self.tokenizer:
-            raise ConfigError("stop strings need a tokenizer; use stop_token_ids instead")
+        self.check(prompt, params)
         room = self.max_length - len(prompt)
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
@@ -109,6 +106,13 @@ class Engine:
             self.scheduler.add(request)
             generations.append(generation)
         return generations
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `add` would raise."""
+        self._check_prompt(prompt)
+        sampling.check_vocabulary(params, self.target.info.vocab_size)
+        if params.stop and not self.tokenizer:
+            raise ConfigError("stop strings need a tokenizer; use stop_token_ids instead")
 
     def abort(self, request_id: int) -> None:
         """End a request now: it brings no more deltas. Ids of ended requests are ignored."""

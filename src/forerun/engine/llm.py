@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -17,7 +20,7 @@ from forerun.engine.emit import Generation
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import Completion, Delta, RequestOutput
 from forerun.engine.scheduler import MAX_BATCH_ROWS, MAX_NUM_SEQS
-from forerun.errors import CapacityError, ConfigError
+from forerun.errors import CapacityError, ConfigError, PromptError
 from forerun.models.cache import KVStore
 from forerun.models.hub import LoadedModel, load
 from forerun.models.target import Target
@@ -37,7 +40,7 @@ class LLM:
         llm.generate("Once upon a time", SamplingParams(max_tokens=64, temperature=0))
 
     model: a folder, a .gguf file, a packaged model, a Hub id, or a model already loaded.
-    draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`; `none`.
+    draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`; None for none.
     verifier: `follow` (the text of plain decoding), `rejection` (its law), `typical` (lossy).
     max_num_seqs: sequences that run at once. max_batch_rows: tokens in one pass.
     kv_tokens: tokens the key/value store holds for all running sequences together.
@@ -46,8 +49,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str | LoadedModel,
-        draft: str = "none",
+        model: str | Path | LoadedModel,
+        draft: str | None = None,
         verifier: str = "follow",
         dtype: str = "auto",
         device: str = "auto",
@@ -55,8 +58,15 @@ class LLM:
         max_batch_rows: int = MAX_BATCH_ROWS,
         kv_tokens: int | None = None,
     ) -> None:
+        for name, count in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_batch_rows", max_batch_rows),
+            ("kv_tokens", kv_tokens or 0),
+        ):
+            if not isinstance(count, int):
+                raise ConfigError(f"{name} is {count!r}; give a whole number")
         judge = make_verifier(verifier)
-        loaded = load(model, dtype, device) if isinstance(model, str) else model
+        loaded = model if isinstance(model, LoadedModel) else load(str(model), dtype, device)
         store = new_store(loaded.target, max_num_seqs, kv_tokens)
         context = DraftContext(
             target=loaded.target,
@@ -71,7 +81,7 @@ class LLM:
             loaded.target,
             store=store,
             verifier=judge,
-            drafter=make_drafter(draft, context),
+            drafter=None if draft is None else make_drafter(draft, context),
             tokenizer=loaded.tokenizer,
             stop_ids=loaded.stop_ids,
             max_num_seqs=max_num_seqs,
@@ -121,14 +131,30 @@ class LLM:
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, through the model's chat template."""
-        one = bool(messages) and isinstance(messages[0], Mapping)
+        """Answer conversations, through the model's chat template. One must not be empty."""
+        one = not messages or isinstance(messages, Mapping) or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Messages]", [messages] if one else messages)
+        for each in conversations:
+            if not each or not all(isinstance(message, Mapping) for message in each):
+                raise PromptError(
+                    "a conversation is a list of at least one message; "
+                    "write for example [{'role': 'user', 'content': 'Hello'}]"
+                )
         return self.generate([self.tokenizer.chat(each) for each in conversations], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Continue one text; what each step brings, as it comes."""
-        jobs = self._submit([prompt], params)
+        """Continue one text; what each step brings, as it comes.
+
+        Raises `PromptError` and `ConfigError` now; the text is queued when the first step is asked
+        for, so that nothing is left behind by a stream that nobody reads.
+        """
+        ids = self._encode(prompt)
+        (params,) = _one_each(params, 1)
+        self.engine.check(ids, params)
+        return self._stream(ids, params)
+
+    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Delta]:
+        jobs = self._submit([ids], params)
         (job,) = jobs
         try:
             while job.deltas or not job.ended:
@@ -144,17 +170,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[_Job]:
         """Queue all prompts, or none if one of them cannot be served."""
-        if not isinstance(params, Sequence):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ConfigError(
-                f"{len(prompts)} prompts came with {len(params)} SamplingParams; "
-                "give one for all, or one per prompt"
-            )
+        params = _one_each(params, len(prompts))
         jobs: list[_Job] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                ids = self._encode(prompt)
                 job = _Job(next(self._ids), prompt, ids, self.engine.add(ids, each))
                 jobs.append(job)
                 self._jobs.update(dict.fromkeys(job.stream_ids, job))
@@ -162,6 +182,16 @@ class LLM:
             self._abort(jobs)
             raise
         return jobs
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [index(token) for token in prompt]
+        except TypeError:
+            raise PromptError(
+                f"{reprlib.repr(prompt)} is no prompt; give a text or a list of token ids"
+            ) from None
 
     def _advance(self) -> None:
         """Run one pass for everybody, and hand each delta to its job."""
@@ -254,7 +284,28 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single text or a single list of token ids is one prompt."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """A single text or a single list of token ids is one prompt; arrays count as lists."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+    tolist = getattr(prompts, "tolist", None)  # of numpy and torch
+    found = list(tolist() if tolist else prompts)
+    return [found] if found and isinstance(found[0], Real) else found
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+) -> Sequence[SamplingParams]:
+    """One for every prompt. Raises `ConfigError`."""
+    if not isinstance(params, Sequence):
+        params = [SamplingParams() if params is None else params] * prompts
+    if len(params) != prompts:
+        raise ConfigError(
+            f"{prompts} prompts came with {len(params)} SamplingParams; "
+            "give one for all, or one per prompt"
+        )
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise ConfigError(
+                f"{reprlib.repr(each)} is no SamplingParams; write SamplingParams(...)"
+            )
+    return params
