@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 import tiny
 from forerun.errors import CheckpointError, ConfigError, ModelError
@@ -254,9 +257,16 @@ def test_load(tmp_path: Path, dtype: str, expected: str) -> None:
     assert tiny.END in model.stop_ids
 
 
-def test_missing_tensors(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+def test_loading_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bars = logging.is_progress_bar_enabled()
+    folder = saved(tmp_path)
+    capfd.readouterr()
+    load(str(folder), "fp32", "cpu")
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled() == bars
 
+
+def test_missing_tensors(tmp_path: Path) -> None:
     path = saved(tmp_path) / "model.safetensors"
     state = load_file(path)
     name = next(name for name in state if name.endswith("layers.1.mlp.dense_h_to_4h.weight"))
@@ -264,6 +274,45 @@ def test_missing_tensors(tmp_path: Path) -> None:
     save_file(state, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=name):
         load(str(tmp_path), "fp32", "cpu")
+
+
+def test_unexpected_tensors(tmp_path: Path) -> None:
+    path = saved(tmp_path) / "model.safetensors"
+    state = load_file(path) | {"gpt_neox.layers.9.x.weight": torch.ones(2)}
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"does not use, such as 'gpt_neox\.layers\.9\.x"):
+        load(str(tmp_path), "fp32", "cpu")
+
+
+def test_weights_that_are_cut_short(tmp_path: Path) -> None:
+    path = saved(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"cut short or damaged .*; fetch it again"):
+        load(str(tmp_path), "fp32", "cpu")
+
+
+def test_logits_that_are_not_finite() -> None:
+    model = build("gpt2", OLD)
+    with torch.no_grad():
+        model.transformer.h[2].mlp.c_proj.weight[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="in float32 are not finite"):
+        TransformersTarget(model, "damaged")
+
+
+@pytest.mark.parametrize("limit", [0, -5])
+def test_no_room_for_any_prompt(limit: int) -> None:
+    model = build("gpt_neox", RUN["gpt_neox"])
+    model.config.max_position_embeddings = limit
+    with pytest.raises(ModelError, match=f"allows {limit} positions"):
+        TransformersTarget(model, "short")
+
+
+def test_a_wrong_number_in_the_config_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"}))
+    with pytest.raises(ModelError, match="hidden_size") as caught:
+        load(str(tmp_path), "fp32", "cpu")
+    assert "\n" not in str(caught.value)
 
 
 def test_unknown_to_transformers(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.errors import ModelError
+from forerun.errors import CheckpointError, ModelError
+from forerun.models.foreign import reason
 from forerun.models.target import Segment
 
 if TYPE_CHECKING:
@@ -53,20 +54,26 @@ def _is_plain(layer: Any) -> bool:
 
 @torch.inference_mode()
 def check_target(target: TransformersTarget, model: Any) -> None:
-    """Raises `ModelError` when packed rows do not give the logits of plain passes."""
+    """Raises `ModelError` when packed rows do not give the logits of plain passes, and
+    `CheckpointError` when those are not finite.
+    """
     name, kind = target.info.name, model.config.model_type
     if "local" in getattr(model.config, "attention_layers", ()):
         raise ModelError(f"{name} ({kind}) masks by the order of keys; take another model")
     paths = (PREFIX + FIRST, PREFIX + SECOND, OTHER)
     plain = [_run(model, name, input_ids=_ids(model, path)).logits[0].float() for path in paths]
     expected = torch.cat([plain[0][len(PREFIX) :], plain[1][len(PREFIX) :], plain[2]])
+    if not expected.isfinite().all():
+        raise CheckpointError(
+            f"the logits of {name} in {str(target.info.dtype).removeprefix('torch.')} are not "
+            "finite; fetch the weights and the config again, or take --dtype float32"
+        )
     try:
         packed = _packed(target)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{name} ({kind}) cannot check drafts: it does not take an explicit mask and "
-            f"positions, as models with ALiBi do not ({reason}); take another model"
+            f"positions, as models with ALiBi do not ({reason(error)}); take another model"
         ) from error
     tolerance = TOLERANCE if target.info.dtype == torch.float32 else TOLERANCE_HALF
     if not (packed - expected).square().mean().sqrt() <= tolerance * expected.std():
@@ -103,5 +110,4 @@ def _run(model: Any, name: str, **inputs: Any) -> Any:
     try:
         return model(**inputs)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{name} does not run ({reason}); take another model") from error
+        raise ModelError(f"{name} does not run ({reason(error)}); take another model") from error

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from forerun.errors import CheckpointError, ConfigError, ModelError
 from forerun.models.cache import KVStore
+from forerun.models.foreign import reason
 from forerun.models.probe import check_target, kv_shape
 from forerun.models.target import Forward, Segment, TargetInfo
+from forerun.models.weights import IGNORED, folder_weights
 
 UNLIMITED = 1 << 20  # positions, where a config names no limit
 
@@ -65,23 +68,30 @@ class TransformersTarget:
     ) -> TransformersTarget:
         """The model of a folder.
 
-        Raises `ModelError` when transformers does not know it, `CheckpointError` when tensors are
-        missing or have another shape.
+        Raises `ModelError` when transformers does not know it, `CheckpointError` when files are
+        damaged or tensors are missing, unexpected or of another shape.
         """
+        folder_weights(folder, dtype)  # finds damaged files, and says so in fewer words
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-            )
+            with _quiet():
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+                )
         except Exception as error:  # whatever kind: one line for the user
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
-                f"transformers cannot load {folder} ({reason}); take another model"
+                f"transformers cannot load {folder} ({reason(error)}); take another model"
             ) from error
         wrong = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
         if wrong:
             raise CheckpointError(
                 f"{folder} lacks the tensor '{sorted(wrong)[0]}' in the shape that its config asks "
                 "for; use the config.json that belongs to these weights"
+            )
+        left = sorted(key for key in found["unexpected_keys"] if not IGNORED.search(key))
+        if left:
+            raise CheckpointError(
+                f"{folder} has tensors that this architecture does not use, such as '{left[0]}'; "
+                "use the config.json that belongs to these weights"
             )
         return cls(model.to(device), name)
 
@@ -215,6 +225,20 @@ class _RowCache(Cache):  # type: ignore[misc]
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars and reports of transformers: what is wrong, our errors say."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
 def _tapped(blocks: Sequence[nn.Module], taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Record the hidden states at layer boundaries.
 
@@ -262,9 +286,13 @@ def _max_length(config: Any) -> int:
     """Positions that the model was made for.
 
     Where one mask serves all layers, a window bounds the length: up to it, every layer sees all.
+    Raises `ModelError` when the config names a limit that no prompt fits into.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     kinds = set(getattr(config, "layer_types", None) or ())
     if _window(config) is None and kinds != {"full_attention"}:
         limits += [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
-    return min([limit for limit in limits if limit], default=UNLIMITED)
+    length: int = min([limit for limit in limits if limit is not None], default=UNLIMITED)
+    if length < 1:
+        raise ModelError(f"the config allows {length} positions; fetch the model's own config.json")
+    return length
