@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -225,3 +227,21 @@ def test_without_a_compiler_plain_torch_is_used(monkeypatch: pytest.MonkeyPatch)
     finally:
         monkeypatch.undo()
         kernels.library.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("with_plain", [False, True])
+def test_a_dropped_store_is_freed(monkeypatch: pytest.MonkeyPatch, with_plain: bool) -> None:
+    """And a fresh one, though it may lie at the same place, is told from it."""
+    float32 = torch.float32
+    decoder = plain(monkeypatch, LLAMA, float32) if with_plain else compiled(LLAMA, float32)
+    first = passes(decoder)
+    store = decoder.new_store(64)
+    span = store.open()
+    store.reserve(span, 8)
+    decoder.forward([Segment(span, tokens(8))], store)
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None
+    torch.testing.assert_close(passes(decoder), first, rtol=0, atol=0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,8 @@ class Compiled:
         self.bf16 = dtype is torch.bfloat16
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.rows = 0  # that the scratch tensors have room for
-        self.store: KVStore | None = None
+        # Of the last pass, and weak: a model outlives its stores, which are large.
+        self.store: Callable[[], KVStore | None] = lambda: None
         self.positions = 0  # that the rotary tables of `addresses` cover
         self.addresses: dict[int, kernels.Layer] = {}  # per layer, for `store` and `positions`
 
@@ -54,9 +56,9 @@ class Compiled:
         return PackedMatrix(weight, bias, address)
 
     def begin(self, packed: Packed, store: KVStore) -> None:
-        if store is not self.store or packed.positions > self.positions:
+        if store is not self.store() or packed.positions > self.positions:
             self.addresses.clear()
-            self.store, self.positions = store, 2 * packed.positions
+            self.store, self.positions = weakref.ref(store), 2 * packed.positions
         if packed.rows > self.rows:
             self._grow(packed.rows)
         self.packed = packed  # keeps the arrays alive that `batch` points into
@@ -111,8 +113,9 @@ class Compiled:
     def _address_of(self, layer: Layer) -> kernels.Layer:
         known = self.addresses.get(layer.index)
         if known is None:
-            assert self.store is not None, "layers outside a pass"
-            known = self.addresses[layer.index] = self._locate(layer, self.store)
+            store = self.store()
+            assert store is not None, "layers outside a pass"
+            known = self.addresses[layer.index] = self._locate(layer, store)
         return known
 
     def _locate(self, layer: Layer, store: KVStore) -> kernels.Layer:

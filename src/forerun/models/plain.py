@@ -5,6 +5,7 @@ R rows, C hidden size, H heads, G kv heads, D head size; B segments, K keys, M f
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Plain:
         self.scale = config.attention_scale or config.head_dim**-0.5
 
     def begin(self, packed: Packed, store: KVStore) -> None:
-        self.store = store
+        self.store = weakref.proxy(store)  # a model outlives its stores, which are large
         self.rows = packed.rows
         device = store.kv.device
         positions, slots, ancestors = _paths(packed)
