@@ -71,7 +71,8 @@ def test_every_key_of_vllm_leads_to_an_option() -> None:
     [
         ("ngramm", "no drafter 'ngramm'; did you mean 'ngram'"),
         ("telepathy", "choose one of: model, ngram, none, skip, suffix"),
-        ("ngram+none", "no drafter 'none'"),
+        ("ngram+none", "none stands alone; take it out"),
+        ("none + ngram", "none stands alone; take it out"),
         ("ngram:kk=4", "'ngram' has no option 'kk'; did you mean 'k'"),
         ("ngram:k=many", "NgramOptions: k: .*integer"),
         ("ngram:k=0", "NgramOptions: k: .*greater than or equal to 1"),

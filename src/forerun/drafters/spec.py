@@ -69,7 +69,10 @@ def parse(spec: str) -> list[DrafterSpec]:
         return []
     if text.startswith("{"):
         return [_from_json(text)]
-    return [_from_text(part.strip(), spec) for part in text.split("+")]
+    parts = [part.strip() for part in text.split("+")]
+    if "none" in parts:
+        raise ConfigError(f"draft spec '{spec}': none stands alone; take it out")
+    return [_from_text(part, spec) for part in parts]
 
 
 def _from_text(text: str, spec: str) -> DrafterSpec:
