@@ -103,7 +103,7 @@ def test_errors_name_the_line(tmp_path: Path, line: str, problem: str) -> None:
 
 
 def test_unknown_names_and_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'code-edit'"):
+    with pytest.raises(ConfigError, match="give a file or one of: chat, code, code-edit"):
         load_workload("code_edit")
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(ConfigError, match="holds no prompts"):

@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.config import nearest
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,8 +69,10 @@ def load_workload(name: str) -> Workload:
         return _built_in(name)
     path = Path(name)
     if not path.is_file():
-        close = nearest(name, [*BUILT_IN, MIX])
-        raise ConfigError(f"no workload and no file is called '{name}'; {close}")
+        raise ConfigError(
+            f"no workload and no file is called '{name}'; "
+            f"give a file or one of: {', '.join([*BUILT_IN, MIX])}"
+        )
     return _from_file(path)
 
 
