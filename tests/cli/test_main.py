@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -84,6 +85,34 @@ def test_expected_failures_and_interruptions(
     error = ZeroDivisionError()  # what forerun itself got wrong is not dressed up
     with pytest.raises(ZeroDivisionError):
         main([])
+
+
+@pytest.mark.parametrize("command", [[], ["models"]])
+def test_without_a_command_the_help_is_shown(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert main([*command, "--help"]) == 0
+    assert err == capsys.readouterr().out
+
+
+def test_help_is_not_cut_and_speaks_no_python() -> None:
+    for command in ([], ["models"]):
+        result = CliRunner().invoke(app, [*command, "--help"])
+        assert "...\n" not in result.output.partition("Options:")[2]
+    assert "list[" not in CliRunner().invoke(app, ["generate", "--help"]).output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "forerun", "models", "list"], stdout=full, stderr=subprocess.PIPE
+        )
+    assert run.returncode == 1
+    assert run.stderr == b"error: cannot write the output: the disk is full; make room\n"
 
 
 def test_a_reader_that_goes_away_is_no_failure_worth_a_word() -> None:

@@ -191,7 +191,7 @@ def test_ctrl_c_before_the_first_result_writes_nothing(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--workload", "code_edit"], "did you mean 'code-edit'?"),
+        (["--workload", "code_edit"], "code, code-edit, summarise"),
         (["--batch", "1;8"], "write numbers with commas, as 1,8"),
         (["--batch", "0"], "1 or more"),
         (["--repeat", "0"], "1 or more"),
@@ -199,6 +199,10 @@ def test_ctrl_c_before_the_first_result_writes_nothing(
         (["--max-tokens", "0"], "max_tokens"),
         (["--draft", "sufix"], "did you mean 'suffix'?"),
         (["--verifier", "folow"], "did you mean 'follow'?"),
+        (["--draft", "ngram:mx=3"], "did you mean 'max'?"),
+        (["--draft", ""], "lacks a drafter"),
+        (["--json", "."], ". is a folder"),
+        (["--html", "/proc/forerun.html"], "cannot write /proc/forerun.html"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
         (["--workload", "summarise"], "prompt summarise-01 of summarise has"),
         (["--kv-tokens", "20"], "prompt"),
@@ -219,3 +223,36 @@ def test_options_that_cannot_be_used(
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--draft", "ngrm"],
+        ["--draft", "ngram:mx=3"],
+        ["--batch", "0"],
+        ["--repeat", "0"],
+        ["--verifier", "folow"],
+        ["--json", "."],
+    ],
+)
+def test_wrong_options_are_seen_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], prompts: str, options: list[str]
+) -> None:
+    assert main(["bench", "--model", "/no/such/model", "--workload", prompts, *options]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "/no/such/model" not in err
+
+
+def test_a_batch_size_is_measured_once_and_an_old_file_is_kept_until_then(
+    model: str, prompts: str, tmp_path: Path
+) -> None:
+    results = tmp_path / "results.json"
+    results.write_text("old")
+    arguments = ["bench", "--workload", prompts, *TINY, "--prompts", "2", "--json", str(results)]
+    assert main([*arguments, "--model", "/no/such/model"]) == 1
+    assert results.read_text() == "old"
+    assert main([*arguments, "--model", model, "--batch", "1,1"]) == 0
+    rows = json.loads(results.read_text())["rows"]
+    assert [(row["batch"], row["prompts"]) for row in rows] == [(1, 2), (1, 2)]

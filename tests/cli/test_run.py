@@ -94,7 +94,7 @@ def test_prompt_forms_differ(capsys: pytest.CaptureFixture[str], model: str) -> 
 
     assert length("--raw") == len("Hello")
     assert length() > length("--raw")
-    assert length("--system", "Be short.") > length()
+    assert length("--system", "Be short.") > length("--system", "") > length()
 
 
 def test_json_holds_all_figures(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -195,7 +195,11 @@ def test_ctrl_c_keeps_what_has_come(
         (["--verifier", "folow"], "did you mean 'follow'?"),
         (["--draft", "sufix"], "did you mean 'suffix'?"),
         (["--draft", "ngram:maxx=3"], "did you mean 'max'?"),
+        (["--draft", ""], "lacks a drafter"),
         (["--speculative-config", "{"], "no valid JSON"),
+        (["--speculative-config", ""], "is no JSON object"),
+        (["--speculative-config", "ngram"], "is no JSON object"),
+        (["--raw", "--system", "x"], "--raw has no place for --system"),
         (["--dtype", "bfloat61"], "did you mean 'bfloat16'?"),
         (["--device", "gpu"], "there is no device 'gpu'"),
         (["--kv-tokens", "999999999999"], "key/value store"),
@@ -209,8 +213,13 @@ def test_options_that_cannot_be_used(
     assert message in fails(capsys, "Hello", "--model", model, *options)
 
 
-def test_prompts_that_cannot_be_answered(capsys: pytest.CaptureFixture[str], model: str) -> None:
+def test_prompts_that_cannot_be_answered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
     assert "the prompt is empty" in fails(capsys, " ", "--model", model)
+    assert "not valid UTF-8" in fails(capsys, "caf\udce9", "--model", model)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert "not valid UTF-8" in fails(capsys, "-", "--model", model)
     assert "512" in fails(capsys, "x" * 600, "--model", model)
 
 

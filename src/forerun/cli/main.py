@@ -5,6 +5,9 @@ Exit codes: 0 done, 1 an expected failure, 2 a wrong command line, 130 interrupt
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -65,10 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code. Expected failures end in one line on stderr."""
     try:
         code = app(arguments, prog_name="forerun", standalone_mode=False)
+        sys.stdout.flush()  # so that a full disk is seen here
     except ForerunError as error:
         return _fail(str(error), 1)
     except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            typer.echo(str(error), err=True)
+            return 2
         return _fail(_explain(error), 2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        # what is still buffered goes nowhere, or Python complains once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            return 1
+        return _fail("cannot write the output: the disk is full; make room", 1)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:

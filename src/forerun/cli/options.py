@@ -56,11 +56,26 @@ def draft_spec(draft: str | None, speculative_config: str | None) -> str:
     """The spec that was given in one of two ways, or the default."""
     from forerun.drafters.spec import parse
 
-    if draft and speculative_config:
+    if draft is not None and speculative_config is not None:
         raise ConfigError("--draft and --speculative-config both name a draft; give one of them")
-    spec = draft or speculative_config or DEFAULT_DRAFT
-    parse(spec)  # a spec that cannot be read is refused before a model is loaded
+    if speculative_config is not None and not speculative_config.lstrip().startswith("{"):
+        raise ConfigError(
+            f"--speculative-config '{speculative_config}' is no JSON object; "
+            "write it with braces, or use --draft"
+        )
+    given = draft if draft is not None else speculative_config
+    spec = DEFAULT_DRAFT if given is None else given
+    parse(spec)  # a spec that cannot be read is refused before torch is imported
     return spec
+
+
+def check_draft(spec: str) -> None:
+    """Refuse unknown drafters and options before a model is loaded; this imports torch."""
+    from forerun.drafters import _kind, _options
+    from forerun.drafters.spec import parse
+
+    for part in parse(spec):
+        _options(_kind(part), part)
 
 
 def sampling(**values: Any) -> SamplingParams:

@@ -44,8 +44,10 @@ def generate(
     logit_bias: Annotated[
         list[str], option("Add to the logit of a token; repeatable.", metavar="TOKEN_ID=BIAS")
     ] = [],  # noqa: B006, typer wants it so
-    stop: Annotated[list[str], option("End before this text; repeatable.")] = [],  # noqa: B006
-    stop_token_id: Annotated[list[int], option("End at this token; repeatable.")] = [],  # noqa: B006
+    stop: Annotated[list[str], option("End before this text; repeatable.", metavar="TEXT")] = [],  # noqa: B006
+    stop_token_id: Annotated[
+        list[int], option("End at this token; repeatable.", metavar="TOKEN_ID")
+    ] = [],  # noqa: B006
     include_stop_str_in_output: Annotated[
         bool, option("Show the stop string, too.", "--include-stop-str-in-output")
     ] = False,
@@ -72,6 +74,8 @@ def generate(
         forerun generate "Write a haiku" --temperature 0.8 --seed 1 --show-drafts
         cat letter.txt | forerun generate - --system "Summarise the text."
     """
+    if raw and system is not None:
+        raise ConfigError("--raw has no place for --system; write it into the prompt")
     spec = options.draft_spec(draft, speculative_config)
     params = options.sampling(
         n=n,
@@ -95,12 +99,13 @@ def generate(
     )
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs needs a place to go: add --json")
-    conversation = _conversation(sys.stdin.read() if prompt == "-" else prompt, system)
+    conversation = _conversation(_stdin() if prompt == "-" else prompt, system)
 
     from forerun.engine.llm import LLM
     from forerun.models import hub
     from forerun.verify import make_verifier
 
+    options.check_draft(spec)
     loaded = hub.load(model, dtype, device)
     tokens = conversation.encode(loaded.tokenizer, raw)
     if not make_verifier(verifier).lossless:
@@ -123,8 +128,15 @@ def generate(
         raise KeyboardInterrupt
 
 
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise PromptError("the prompt on stdin is not valid UTF-8; convert it first") from None
+
+
 def _conversation(text: str, system: str | None) -> Prompt:
     if not text.strip():
         raise PromptError("the prompt is empty; write what to answer")
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": system}] if system is not None else []
     return Prompt("prompt", (*messages, {"role": "user", "content": text}))
