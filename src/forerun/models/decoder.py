@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forerun.errors import CheckpointError
 from forerun.models.architecture import DecoderConfig
 from forerun.models.cache import KVStore
-from forerun.models.invariance import Invariance, is_finite, measure
+from forerun.models.invariance import Invariance, check_finite, measure, short_pass
 from forerun.models.layers import Layer, Matrix, make_backend
 from forerun.models.packing import pack
 from forerun.models.rope import Rope
@@ -49,11 +48,7 @@ class Decoder:
         self.head = reader.head(self.embedding_VC)
         weights.finish()
         self.row_multiple = 1
-        if not is_finite(self):
-            raise CheckpointError(
-                f"the logits of {name} in {str(dtype).removeprefix('torch.')} are not finite; "
-                "fetch the weights and the config again, or take --dtype float32"
-            )
+        check_finite(short_pass(self), name)
         found = measure(self) if device.type == "cpu" else Invariance(1, rows=False, trees=False)
         self.row_multiple = found.row_multiple
         self.info = TargetInfo(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forerun.errors import CheckpointError
 from forerun.models.cache import KVStore
 from forerun.models.target import Segment
 
@@ -44,13 +45,21 @@ def measure(decoder: Decoder) -> Invariance:
     return Invariance(1, rows=False, trees=False)
 
 
-def is_finite(decoder: Decoder) -> bool:
-    """Whether a short pass through all layers gives logits that are numbers."""
+def check_finite(logits_NV: Tensor, name: str) -> None:
+    """Raises `CheckpointError` when logits that a model gave are not numbers."""
+    if not logits_NV.isfinite().all():
+        raise CheckpointError(
+            f"the logits of {name} are not finite; fetch its weights and config again (or, if it "
+            "is run in float16, use another dtype)"
+        )
+
+
+def short_pass(decoder: Decoder) -> Tensor:
+    """Logits behind all layers: damage may lie in any."""
     store = decoder.new_store(64)
     span = store.open()
     store.reserve(span, 2)
-    logits_NV = decoder.forward([Segment(span, _tokens(decoder, 2))], store).logits_NV
-    return bool(logits_NV.isfinite().all())
+    return decoder.forward([Segment(span, _tokens(decoder, 2))], store).logits_NV
 
 
 def _tokens(decoder: Decoder, count: int) -> list[int]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.errors import CheckpointError, ModelError
+from forerun.errors import ModelError
 from forerun.models.foreign import reason
+from forerun.models.invariance import check_finite
 from forerun.models.target import Segment
 
 if TYPE_CHECKING:
@@ -63,11 +64,7 @@ def check_target(target: TransformersTarget, model: Any) -> None:
     paths = (PREFIX + FIRST, PREFIX + SECOND, OTHER)
     plain = [_run(model, name, input_ids=_ids(model, path)).logits[0].float() for path in paths]
     expected = torch.cat([plain[0][len(PREFIX) :], plain[1][len(PREFIX) :], plain[2]])
-    if not expected.isfinite().all():
-        raise CheckpointError(
-            f"the logits of {name} in {str(target.info.dtype).removeprefix('torch.')} are not "
-            "finite; fetch the weights and the config again, or take --dtype float32"
-        )
+    check_finite(expected, name)
     try:
         packed = _packed(target)
     except Exception as error:

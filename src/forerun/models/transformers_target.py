@@ -93,7 +93,8 @@ class TransformersTarget:
                 f"{folder} has tensors that this architecture does not use, such as '{left[0]}'; "
                 "use the config.json that belongs to these weights"
             )
-        return cls(model.to(device), name)
+        with _quiet():
+            return cls(model.to(device), name)
 
     def new_store(self, slots: int) -> KVStore:
         """An empty key/value store for `slots` tokens."""
