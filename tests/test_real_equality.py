@@ -249,6 +249,7 @@ def test_branches_and_preempted_requests_lead_to_the_same_tokens(
 
 def test_a_lossy_rule_would_be_seen(model: Load, plain: Plain) -> None:
     loaded = model("bfloat16")
+    needs_independent_rows(loaded, "suffix")
     engine = engine_for(loaded, "suffix", COMPANIES["five"], make_verifier("typical"))
     assert run(engine, jobs_for(loaded, "top_p")).tokens != plain("top_p", "bfloat16")
 
