@@ -89,10 +89,10 @@ class Decoder:
         taps_RTD = torch.stack([tapped[stop] for stop in taps], 1) if taps else None
         return Forward(self._logits(hidden_RC, packed.wanted), taps_RTD)
 
-    def embed(self, tokens_N: Tensor) -> Tensor:
+    def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
         """See `OpenTarget.embed`."""
         hidden_NC = self.embedding_VC[tokens_N]
-        if self.config.embedding_scale == 1:
+        if self.config.embedding_scale == 1 or not scaled:
             return hidden_NC
         # The published Gemma code rounds the scale to the type of the embedding.
         return hidden_NC * torch.tensor(self.config.embedding_scale, dtype=self.dtype)

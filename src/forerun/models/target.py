@@ -86,8 +86,8 @@ class Target(Protocol):
 class OpenTarget(Target, Protocol):
     """A target that lends its two ends to drafters built on its hidden states. C hidden size."""
 
-    def embed(self, tokens_N: Tensor) -> Tensor:
-        """What the first layer is fed, [N, C], any embedding scale included."""
+    def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
+        """What the first layer is fed, [N, C]; without the embedding scale if not `scaled`."""
         ...
 
     def final_norm(self, hidden_NC: Tensor) -> Tensor:
