@@ -46,8 +46,8 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`, which must have this shape.
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, which must have this shape. dtype: where it is not that of the others.
 
         Raises `CheckpointError` when it is missing or has another one.
         """
@@ -60,7 +60,7 @@ class Weights:
                 f"{list(shape)}; use the config.json that belongs to these weights"
             )
         self.taken.add(name)
-        return entry.read(self.dtype)
+        return entry.read(dtype or self.dtype)
 
     def finish(self) -> None:
         """All that was needed was taken. Raises `CheckpointError` naming what is left over."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from forerun.config import Settings
 from forerun.models.norm import rms_norm
+from forerun.models.weights import Weights
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -66,3 +67,17 @@ class MLP(nn.Module):
         gated_BRI = functional.silu(self.gate_proj(x_BRC)) * self.up_proj(x_BRC)
         out_BRC: Tensor = self.down_proj(gated_BRI)
         return out_BRC
+
+
+def fill(module: nn.Module, weights: Weights) -> None:
+    """Give a network (made on the meta device) its tensors, whose names are those of `weights`.
+
+    Integers keep their type. Raises `CheckpointError` when one is missing, has another shape or is
+    left over.
+    """
+    tensors = {}
+    for name, wanted in module.state_dict().items():
+        dtype = None if wanted.is_floating_point() else wanted.dtype
+        tensors[name] = weights.take(name, *wanted.shape, dtype=dtype)
+    weights.finish()
+    module.load_state_dict(tensors, assign=True)
