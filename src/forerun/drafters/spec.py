@@ -55,6 +55,7 @@ VLLM_METHODS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "draft_model": ("model", {"model": "model", "num_speculative_tokens": "k"}),
+    "medusa": ("medusa", {"model": "model", "num_speculative_tokens": "k"}),
     "dflash": ("dflash", {"model": "model", "num_speculative_tokens": "k"}),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,16 @@ class Entry:
     """One tensor that has not been read yet."""
 
     shape: tuple[int, ...]
-    read: Callable[[torch.dtype], Tensor]
+    read: Callable[[torch.dtype | None], Tensor]  # None: as it is stored
 
 
 class Weights:
-    """Tensors that are read when they are taken, one at a time, in the type asked for."""
+    """Tensors that are read when they are taken, one at a time, in the type asked for.
 
-    def __init__(self, entries: dict[str, Entry], origin: str, dtype: torch.dtype) -> None:
+    dtype: None leaves each in the type it is stored in.
+    """
+
+    def __init__(self, entries: dict[str, Entry], origin: str, dtype: torch.dtype | None) -> None:
         self.entries = entries
         self.origin = origin  # the file or folder, for messages
         self.dtype = dtype
@@ -78,16 +81,23 @@ class Weights:
         return nearest(name, self.entries) if len(self.entries) < 1000 else "is it complete?"
 
 
+NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
 def folder_weights(
-    folder: Path, dtype: torch.dtype, rename: Callable[[str], str | None] = str
+    folder: Path,
+    dtype: torch.dtype | None,
+    rename: Callable[[str], str | None] = str,
+    names: Sequence[str] = NAMES,
 ) -> Weights:
     """The weights of a folder: safetensors, single or sharded, else pytorch_model.bin.
 
     rename: the name of a tensor in the folder -> its name here; None drops it.
+    names: of the file, the first that exists is read.
     Raises `CheckpointError` when there are none, a shard is missing or a file is broken.
     """
     entries: dict[str, Entry] = {}
-    for path in _files(folder):
+    for path in _files(folder, names):
         read = _safetensors if path.suffix == ".safetensors" else _pickled
         for name, entry in read(path).items():
             if (renamed := rename(name)) is not None:
@@ -95,8 +105,8 @@ def folder_weights(
     return Weights(entries, str(folder), dtype)
 
 
-def _files(folder: Path) -> list[Path]:
-    for single in ("model.safetensors", "pytorch_model.bin"):
+def _files(folder: Path, names: Sequence[str]) -> list[Path]:
+    for single in names:
         index = folder / f"{single}.index.json"
         if index.exists():
             return _shards(index)
@@ -177,8 +187,9 @@ _GGUF_GEMMA = _GGUF_BLOCK | {
 ROPE_FACTORS = "rope_freqs.weight"  # read with the metadata, see configs.py
 
 
-def gguf_weights(file: GGUFFile, dtype: torch.dtype) -> Weights:
-    """The weights of a GGUF file, under their Hugging Face names and in their layout."""
+def gguf_weights(file: GGUFFile, dtype: torch.dtype | None) -> Weights:
+    """The weights of a GGUF file, under their Hugging Face names and in their layout; as float32
+    where `dtype` is None."""
     architecture = file.metadata["general.architecture"]
     entries = {}
     for name, tensor in file.tensors.items():
@@ -192,10 +203,10 @@ def gguf_weights(file: GGUFFile, dtype: torch.dtype) -> Weights:
 
 def _gguf_reader(
     file: GGUFFile, name: str, convert: Callable[[Tensor], Tensor] | None
-) -> Callable[[torch.dtype], Tensor]:
+) -> Callable[[torch.dtype | None], Tensor]:
     if convert is None:
-        return lambda dtype: file.read(name, dtype)
-    return lambda dtype: convert(file.read(name, torch.float32)).to(dtype)
+        return lambda dtype: file.read(name, dtype or torch.float32)
+    return lambda dtype: convert(file.read(name, torch.float32)).to(dtype or torch.float32)
 
 
 def _published_name(name: str, architecture: str) -> str:
