@@ -7,6 +7,7 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.combined import Combined
 from forerun.drafters.dflash import DFlashDrafter
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.eagle import Eagle, EagleThree
 from forerun.drafters.medusa import Medusa
 from forerun.drafters.ngram import Ngram
 from forerun.drafters.skip import SkipLayers
@@ -18,7 +19,7 @@ __all__ = ["DRAFTERS", "DraftContext", "Drafter", "make_drafter"]
 
 DRAFTERS: dict[str, type[Drafter]] = {
     drafter.name: drafter
-    for drafter in (Ngram, Suffix, DraftModel, SkipLayers, Medusa, DFlashDrafter)
+    for drafter in (Ngram, Suffix, DraftModel, SkipLayers, Medusa, DFlashDrafter, Eagle, EagleThree)
 }
 
 

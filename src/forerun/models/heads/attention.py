@@ -100,7 +100,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(size, c.heads * c.head_dim, bias=bias)
         self.k_proj = nn.Linear(size, c.kv_heads * c.head_dim, bias=bias)
         self.v_proj = nn.Linear(size, c.kv_heads * c.head_dim, bias=bias)
-        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden_size, bias=bias)
+        o_bias = bias if c.o_bias is None else c.o_bias
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden_size, bias=o_bias)
         if c.qk_norm:
             self.q_norm: nn.Module = RMSNorm(c.head_dim, c.norm_eps)
             self.k_norm: nn.Module = RMSNorm(c.head_dim, c.norm_eps)

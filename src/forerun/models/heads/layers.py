@@ -37,6 +37,7 @@ class LayerSettings(Settings):
     rope_scaling: dict[str, Any] | None = None
     sliding_window: Size | None = None
     attention_bias: bool = False
+    o_bias: bool | None = None  # of the output projection; None: as the other three
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k
 
