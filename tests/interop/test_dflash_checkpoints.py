@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError, ConfigError
 from forerun.interop import dflash
-from forerun.models.heads.dflash import DFlash, LayerAttention
+from forerun.models.heads.dflash import DFlash, Injected, LayerAttention
 from forerun.models.target import TargetInfo
 from tiny_heads import tiny_dflash_module
 
@@ -67,7 +67,8 @@ def logits(module: DFlash) -> Tensor:
     slots = 12 + torch.arange(4)[None]
     visible = module.visible(slots, torch.full_like(slots, 12), positions)
     block = module.embed(torch.tensor([5, 39, 39, 39]), lambda tokens: table[tokens])
-    states = module(block[None], slots, module.context_kv(taps, positions), visible)[0]
+    memory = Injected(module.context_kv(taps, positions), visible)
+    states = module(block[None], slots, memory)[0]
     return module.logits(states, lambda states: states @ head.T)
 
 

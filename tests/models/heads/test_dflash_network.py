@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dflash_reference import block_hidden
 from forerun.errors import ConfigError
-from forerun.models.heads.dflash import DFlash, LayerAttention, default_taps
+from forerun.models.heads.dflash import DFlash, Injected, LayerAttention, default_taps
 from forerun.models.target import TargetInfo
 from tiny_heads import tiny_dflash_module
 
@@ -47,7 +47,7 @@ def hidden(module: DFlash, outputs: Tensor = OUTPUTS, block: Tensor = BLOCK) -> 
     positions_1Q = tokens + torch.arange(slots)[None]
     anchors_1Q = torch.full_like(positions_1Q, tokens)
     visible = module.visible(positions_1Q, anchors_1Q, positions_1K)
-    return module(block[None], positions_1Q, kv, visible)[0]
+    return module(block[None], positions_1Q, Injected(kv, visible))[0]
 
 
 def reference(module: DFlash, ids: tuple[int, ...] = (1, 2, 5), **rules: object) -> Tensor:
@@ -128,7 +128,9 @@ def test_blocks_side_by_side_are_blocks_alone() -> None:
     positions_1Q = (anchors[:, None] + torch.arange(SLOTS)).reshape(1, -1)
     anchors_1Q = anchors.repeat_interleave(SLOTS)[None]
     visible = module.visible(positions_1Q, anchors_1Q, positions_1K)
-    together = module(blocks.reshape(1, -1, 32), positions_1Q, kv, visible)[0].unflatten(0, (3, -1))
+    together = module(blocks.reshape(1, -1, 32), positions_1Q, Injected(kv, visible))[0].unflatten(
+        0, (3, -1)
+    )
     for anchor, block, ours in zip(anchors.tolist(), blocks, together, strict=True):
         assert torch.allclose(ours, hidden(module, OUTPUTS[:, :anchor], block), atol=1e-5)
 

@@ -24,9 +24,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from forerun.config import Settings
-from forerun.models.heads.attention import Attention, Rotation
+from forerun.models.heads.attention import Attention, Memory, Rotary, Rotation, attend
 from forerun.models.heads.layers import MLP, LayerSettings, RMSNorm, Size
-from forerun.models.rope import Rope
 
 
 class LayerAttention(Settings):
@@ -106,9 +105,9 @@ class DFlashConfig(LayerSettings):
 class DFlash(nn.Module):
     """The network; parameters are named as z-lab publishes them.
 
-    It holds no state of a sequence. Drafting calls `context_kv` for the new context tokens, then
-    `forward` for the block over all of them; training calls the same two, with many blocks of a
-    sequence side by side (`visible` keeps them apart).
+    It holds no state of a sequence. Drafting calls `context_kv` for the new context tokens and
+    keeps them in a memory, then `forward` for the block; training calls the same two, with many
+    blocks of a sequence side by side (`visible` keeps them apart) and an `Injected` memory.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -128,66 +127,58 @@ class DFlash(nn.Module):
         if c.reduced:
             self.d2t: Tensor
             self.register_buffer("d2t", torch.zeros(c.draft_vocab_size or 0, dtype=torch.int64))
-        self._rope: Rope | None = None
+        self._rotary = Rotary(c)
 
     def context_kv(self, taps_BKTE: Tensor, positions_BK: Tensor) -> Tensor:
         """Keys (rotated) and values of context tokens in every layer, [L, 2, B, G, K, D]."""
         taps_BKF = taps_BKTE.flatten(-2).to(self.fc.weight.dtype)
         fused_BKC = self.hidden_norm(self.fc(taps_BKF))
-        rotation = self._rotation(positions_BK)
+        rotation = self._rotary(positions_BK)
         layers = cast("Iterable[_Layer]", self.layers)
         parts = [layer.self_attn.keys_values(fused_BKC, rotation) for layer in layers]
         return torch.stack([torch.stack(part) for part in parts])
 
-    def forward(
-        self,
-        embedded_BQC: Tensor,
-        positions_BQ: Tensor,
-        context_kv: Tensor,
-        visible: Sequence[Tensor],
-    ) -> Tensor:
+    def forward(self, embedded_BQC: Tensor, positions_BQ: Tensor, memory: Memory) -> Tensor:
         """Hidden states of the slots behind the final norm, [B, Q, C].
 
-        context_kv: as the method of this name gives it. visible: per layer, bool [B, Q, K + Q],
-        what each slot sees of the context, then of the slots.
+        memory: holds the keys and values of the context, and says what each slot sees of them.
         """
-        rotation = self._rotation(positions_BQ)
+        rotation = self._rotary(positions_BQ)
         x_BQC = embedded_BQC
-        for layer, (keys, values), mask in zip(self.layers, context_kv, visible, strict=True):
-            x_BQC = layer(x_BQC, rotation, keys, values, mask)
+        for index, layer in enumerate(self.layers):
+            x_BQC = layer(x_BQC, rotation, memory, index)
         hidden_BQC: Tensor = self.norm(x_BQC)
         return hidden_BQC
 
     def visible(
         self, positions_BQ: Tensor, anchors_BQ: Tensor, context_positions_BK: Tensor
     ) -> list[Tensor]:
-        """What the slots see, per layer, as `forward` takes it.
+        """What the slots see of the context, then of the slots: bool [B, Q, K + Q] per layer.
 
         anchors_BQ: position of the anchor of each slot's block, which tells the blocks of a
         sequence apart. Of the context a slot sees what lies before its anchor: give absent tokens
         (padding) a position that no anchor reaches.
         """
-        rules = {
-            rule: self._visible(rule, positions_BQ, anchors_BQ, context_positions_BK)
-            for rule in set(self.config.attention)
-        }
+        given = positions_BQ, anchors_BQ, context_positions_BK
+        rules = {rule: self.sees(rule, *given) for rule in set(self.config.attention)}
         return [rules[rule] for rule in self.config.attention]
 
-    def _visible(
-        self, rule: LayerAttention, positions_BQ: Tensor, anchors_BQ: Tensor, context_BK: Tensor
+    def sees(
+        self, rule: LayerAttention, positions_Q: Tensor, anchors_Q: Tensor, context_K: Tensor
     ) -> Tensor:
-        slots_BQ1, anchors_BQ1 = positions_BQ[..., None], anchors_BQ[..., None]
-        context_B1K, others_B1Q = context_BK[:, None], positions_BQ[:, None]
-        context_BQK = context_B1K < anchors_BQ1
-        block_BQQ = anchors_BQ1 == anchors_BQ[:, None]
+        """What the slots of one layer see, as in `visible`; further dimensions stand in front."""
+        slots_Q1, anchors_Q1 = positions_Q[..., None], anchors_Q[..., None]
+        context_1K, others_1Q = context_K[..., None, :], positions_Q[..., None, :]
+        context_QK = context_1K < anchors_Q1
+        block_QQ = anchors_Q1 == anchors_Q[..., None, :]
         if rule.causal:
-            block_BQQ = block_BQQ & (others_B1Q <= slots_BQ1)
+            block_QQ = block_QQ & (others_1Q <= slots_Q1)
         if rule.window and self.config.window_from_anchor:
-            context_BQK = context_BQK & (context_B1K >= anchors_BQ1 - rule.window)
+            context_QK = context_QK & (context_1K >= anchors_Q1 - rule.window)
         elif rule.window:
-            context_BQK = context_BQK & (slots_BQ1 - context_B1K < rule.window)
-            block_BQQ = block_BQQ & ((slots_BQ1 - others_B1Q).abs() < rule.window)
-        return torch.cat([context_BQK, block_BQQ], dim=-1)
+            context_QK = context_QK & (slots_Q1 - context_1K < rule.window)
+            block_QQ = block_QQ & ((slots_Q1 - others_1Q).abs() < rule.window)
+        return torch.cat([context_QK, block_QQ], dim=-1)
 
     def embed(self, tokens_N: Tensor, lent: Callable[[Tensor], Tensor]) -> Tensor:
         """What the block is fed, [N, C]. lent: rows of the target's embedding, unscaled."""
@@ -205,20 +196,35 @@ class DFlash(nn.Module):
         cap = self.config.logit_softcap
         return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
 
-    def target_ids(self, ids: Tensor) -> Tensor:
-        """The target's ids of the draft's tokens."""
-        return ids + self.d2t[ids] if self.config.reduced else ids
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The target's ids of the draft's tokens, [U]; None where they are the same."""
+        if not self.config.reduced:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def _rotation(self, positions_BR: Tensor) -> Rotation:
-        c, device = self.config, positions_BR.device
-        if self._rope is None or self._rope.device != device:
-            self._rope = Rope(c.head_dim, c.rope_theta, c.rope_scaling, c.max_length, device)
-        return Rotation(self._rope, positions_BR)
+
+class Injected:
+    """A memory of context keys and values as `DFlash.context_kv` gives them; gradients run through.
+
+    visible: as `DFlash.visible` gives it.
+    """
+
+    def __init__(self, context_kv: Tensor, visible: Sequence[Tensor]) -> None:
+        self.context_kv, self.visible = context_kv, visible
+
+    def attend(self, layer: int, q_BHRD: Tensor, keys_BGRD: Tensor, values_BGRD: Tensor) -> Tensor:
+        """See `Memory.attend`. What the pass adds ends with it."""
+        keys_BGKD, values_BGKD = self.context_kv[layer]
+        return attend(
+            q_BHRD,
+            torch.cat([keys_BGKD, keys_BGRD], 2),
+            torch.cat([values_BGKD, values_BGRD], 2),
+            self.visible[layer],
+        )
 
 
 class _Layer(nn.Module):
-    """A decoder layer whose keys and values are those of the context, then of the block."""
-
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -226,22 +232,8 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x_BQC: Tensor,
-        rotation: Rotation,
-        keys_BGKD: Tensor,
-        values_BGKD: Tensor,
-        visible_BQS: Tensor,
-    ) -> Tensor:
-        attention, normed_BQC = self.self_attn, self.input_layernorm(x_BQC)
-        own_keys, own_values = attention.keys_values(normed_BQC, rotation)
-        x_BQC = x_BQC + attention.attend(
-            attention.queries(normed_BQC, rotation),
-            torch.cat([keys_BGKD, own_keys], 2),
-            torch.cat([values_BGKD, own_values], 2),
-            visible_BQS,
-        )
+    def forward(self, x_BQC: Tensor, rotation: Rotation, memory: Memory, index: int) -> Tensor:
+        x_BQC = x_BQC + self.self_attn(self.input_layernorm(x_BQC), rotation, memory, index)
         y_BQC: Tensor = x_BQC + self.mlp(self.post_attention_layernorm(x_BQC))
         return y_BQC
 
