@@ -71,12 +71,18 @@ def tiny_dflash(folder: Path, target: TargetInfo, **numbers: Any) -> Path:
 
 
 def tiny_medusa_module(
-    model: Path, *, heads: int = 3, layers: int = 1, seed: int = 0, **numbers: Any
+    model: Path,
+    *,
+    heads: int = 3,
+    layers: int = 1,
+    seed: int = 0,
+    strength: float = 0.3,
+    **numbers: Any,
 ) -> MedusaHeads:
     """Random heads for the Llama in a folder of `tiny_folder`.
 
-    Their matrices are the target's output matrix with the rows of other tokens' likely followers,
-    so that they are right now and then.
+    With little strength they change little about what the target itself would write next, so that
+    they are right where a text repeats itself.
     """
     weights = load_file(model / "model.safetensors")
     rows, hidden = weights["lm_head.weight"].shape
@@ -91,7 +97,7 @@ def tiny_medusa_module(
         if name.startswith("lm_heads."):
             parameter.data = weights["lm_head.weight"][ids_U] + 0.1 * random
         else:
-            parameter.data = 0.3 * random * hidden**-0.5
+            parameter.data = strength * random * hidden**-0.5
     return module.requires_grad_(False)
 
 

@@ -3,75 +3,54 @@
 Medusa heads and DFlash blocks propose so. The tokens of a place do not depend on the path to it,
 so the best tree is found without asking the network again.
 
-B requests, D places ahead, V vocabulary, N kept tokens, K candidates per place.
+B requests, D places ahead, U draft vocabulary, K candidates per place.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from forerun import sampling
 from forerun.core import Draft, Request
+from forerun.drafters import ranking
 from forerun.sampling import Place
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest tokens of each place, best first, and the belief in each."""
+    """The likeliest tokens of each place, best first, and the belief in each; 0: not possible."""
 
     tokens: Sequence[Sequence[int]]
     beliefs: Sequence[Sequence[float]]
 
 
-def candidates(requests: Sequence[Request], logits_BDV: Tensor, top_k: int) -> list[Candidates]:
-    """What each request could go on with.
+def candidates(
+    requests: Sequence[Request],
+    logits_BDU: Tensor,
+    top_k: int,
+    ids_U: Tensor | None,
+    vocab_size: int,
+) -> list[Candidates]:
+    """What each request could go on with. Penalties see the likeliest path.
 
-    Where the target samples, it takes the largest log p + noise. The draft ranks by its own log q +
-    the same noise, and believes in a token as far as it stands out among the others. Where the
-    target is greedy both go without noise.
+    ids_U: ids of the draft's tokens where they are not those of the target, which has `vocab_size`.
     """
-    if all(Place(request).is_argmax for request in requests):
-        top_BDK, ids_BDK = logits_BDV.topk(min(top_k, logits_BDV.shape[-1]))
-        beliefs_BDK = (top_BDK - logits_BDV.logsumexp(-1, keepdim=True)).exp()
-        both = zip(ids_BDK.tolist(), beliefs_BDK.tolist(), strict=True)
-        return [Candidates(*each) for each in both]
-    return [
-        _candidates(request, logits_DV, top_k)
-        for request, logits_DV in zip(requests, logits_BDV, strict=True)
-    ]
-
-
-def _candidates(request: Request, logits_DV: Tensor, top_k: int) -> Candidates:
-    """With the request's own parameters and noise; penalties see the likeliest path."""
-    tokens: list[list[int]] = []
-    beliefs: list[list[float]] = []
-    for logits_V in logits_DV:
-        place = Place(request, [ranked[0] for ranked in tokens])
-        scores_N, ids_N = _scores(place, logits_V)
-        top_K, order_K = scores_N.topk(min(top_k, len(ids_N)))
-        tokens.append(ids_N[order_K].tolist())
-        beliefs.append((top_K - scores_N.logsumexp(0)).exp().tolist())
-    return Candidates(tokens, beliefs)
-
-
-def _scores(place: Place, logits_V: Tensor) -> tuple[Tensor, Tensor]:
-    """What the tokens of a place are ranked by, and their ids."""
-    request = place.request
-    if request.params.greedy:
-        # At temperature 1 and without truncation the law has the order of the edited logits.
-        warm = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        params = request.params.model_copy(update=warm)
-        place = Place(replace(request, params=params), place.drafted)
-    law_V = sampling.law(logits_V, place)
-    ids_N = law_V.nonzero()[:, 0]
-    scores_N = law_V[ids_N].log()
-    if not request.params.greedy:
-        scores_N = scores_N + sampling.gumbel(request.seed, place.position, ids_N)
-    return scores_N, ids_N
+    tokens: list[list[list[int]]] = [[] for _ in requests]
+    beliefs: list[list[list[float]]] = [[] for _ in requests]
+    for logits_BU in logits_BDU.unbind(1):
+        places = [
+            Place(request, [ranked[0] for ranked in path])
+            for request, path in zip(requests, tokens, strict=True)
+        ]
+        ids_BK, beliefs_BK = ranking.rank(logits_BU, places, top_k, ids_U, vocab_size)
+        for path, ids in zip(tokens, ids_BK.tolist(), strict=True):
+            path.append(ids)
+        for path_beliefs, chances in zip(beliefs, beliefs_BK.tolist(), strict=True):
+            path_beliefs.append(chances)
+    return [Candidates(*each) for each in zip(tokens, beliefs, strict=True)]
 
 
 def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) -> Draft:
@@ -93,7 +72,8 @@ def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) ->
     def offer(parent: int, place: int, rank: int, reached: float) -> None:
         if place < len(candidates.tokens) and rank < len(candidates.tokens[place]):
             chance = reached * candidates.beliefs[place][rank]
-            heapq.heappush(heap, (-chance, parent, place, rank, reached))
+            if chance > 0:
+                heapq.heappush(heap, (-chance, parent, place, rank, reached))
 
     offer(-1, 0, 0, 1.0)
     while heap and len(tokens) < nodes:

@@ -25,6 +25,7 @@ from forerun.drafters.static_tree import StaticTree
 from forerun.drafters.tree import depth_first
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
+from forerun.models.hub import locate
 from forerun.models.target import opened
 
 TOP_K, NODES = 4, 16
@@ -33,7 +34,7 @@ TOP_K, NODES = 4, 16
 class MedusaOptions(Settings):
     """Options of `medusa`.
 
-    model: folder of the heads. k: how many tokens to look ahead, by default with all heads.
+    model: folder or Hub id of the heads. k: how many tokens to look ahead; by default, all heads.
     top_k: candidates per head; 1 drafts a chain. nodes: most tokens proposed. The tree is grown
     anew in every step from what the heads believe.
     tree: instead, a file with the one tree to use: a JSON list of paths, as [[0], [0, 0], [1]].
@@ -66,7 +67,7 @@ class Medusa(Drafter):
     def __init__(self, options: MedusaOptions, context: DraftContext) -> None:
         self._target = opened(context.target, self.name)
         info = context.target.info
-        folder = Path(options.model).expanduser()
+        folder = locate(options.model)
         self._heads = checkpoint.read(folder, info.dtype).to(info.device)
         config = self._heads.config
         if problems := checkpoint.misfits(config, folder, info):
@@ -94,8 +95,14 @@ class Medusa(Drafter):
         }
         if not able:
             return [Draft()] * len(requests)
-        logits_BDV = self._logits(list(able), min(self._depth, max(budgets)))
-        found = candidates(list(able.values()), logits_BDV, self._top_k)
+        logits_BDU = self._logits(list(able), min(self._depth, max(budgets)))
+        found = candidates(
+            list(able.values()),
+            logits_BDU,
+            self._top_k,
+            self._heads.token_map,
+            self._target.info.vocab_size,
+        )
         ranked = dict(zip(able, found, strict=True))
         return [
             self._draft(request, ranked[request.id], budget) if request.id in able else Draft()
@@ -114,11 +121,11 @@ class Medusa(Drafter):
         self._calibration.forget(request)
 
     def _logits(self, ids: Sequence[int], depth: int) -> Tensor:
-        """[B, depth, V], of the heads at the last hidden state of each request."""
+        """[B, depth, U], of the heads at the last hidden state of each request."""
         hidden_BC = torch.stack([self._states[id] for id in ids])
         normed_BC = self._target.final_norm(hidden_BC)
-        logits_BDU = self._heads(normed_BC, self._target.head_logits, depth)
-        return self._heads.spread(logits_BDU)
+        logits_BDU: Tensor = self._heads(normed_BC, self._target.head_logits, depth)
+        return logits_BDU
 
     def _draft(self, request: Request, ranked: Candidates, budget: int) -> Draft:
         if self._tree:

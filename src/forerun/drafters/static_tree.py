@@ -57,11 +57,13 @@ class StaticTree:
         for node, (parent, rank, place) in enumerate(
             zip(self.parents, self.ranks, places, strict=True)
         ):
-            known = place < len(candidates.tokens) and rank < len(candidates.tokens[place])
-            if known and parent in reached and tokens.get(parent) not in ends:
+            if place >= len(candidates.tokens) or rank >= len(candidates.tokens[place]):
+                continue
+            belief = candidates.beliefs[place][rank]
+            if belief > 0 and parent in reached and tokens.get(parent) not in ends:
                 tokens[node] = candidates.tokens[place][rank]
-                beliefs[node] = candidates.beliefs[place][rank]
-                reached[node] = reached[parent] * beliefs[node]
+                beliefs[node] = belief
+                reached[node] = reached[parent] * belief
         kept = sorted(sorted(tokens, key=lambda node: -reached[node])[:nodes])
         index = {node: new for new, node in enumerate(kept)} | {-1: -1}
         return depth_first(

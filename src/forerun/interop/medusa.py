@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.config import nearest
-from forerun.errors import CheckpointError, ConfigError
+from forerun.errors import CheckpointError, ConfigError, ModelError
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.heads.medusa import MedusaConfig, MedusaHeads
 from forerun.models.hub import locate, read_config
@@ -55,13 +55,13 @@ def detect(folder: Path) -> bool:
     return (
         config.get("model_type") == "medusa"
         or "MedusaModel" in (config.get("architectures") or ())
-        or brings_heads(config)
+        or "medusa_num_heads" in config
     )
 
 
-def brings_heads(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that Medusa heads are there."""
-    return "medusa_num_heads" in config
+def lies_beside_its_model(folder: Path) -> bool:
+    """Whether the heads of a folder are Medusa-2: the folder is a model, too."""
+    return _find(folder, None).layout == "medusa2"
 
 
 def read(folder: Path, dtype: torch.dtype | None = None) -> MedusaHeads:
@@ -229,7 +229,10 @@ def misfits(config: MedusaConfig, folder: Path, target: TargetInfo) -> list[str]
 
 
 def _same_folder(folder: Path, model: str) -> bool:
-    return folder.expanduser().resolve() == Path(model).expanduser().resolve()
+    try:
+        return locate(model).resolve() == folder.resolve()
+    except ModelError:
+        return False
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -246,7 +249,6 @@ def export(module: MedusaHeads, layout: str, folder: Path, target: str | None = 
         raise ConfigError(f"{reason}; export these heads as vllm")
     if layout not in LAYOUTS:
         raise ConfigError(f"Medusa has no layout '{layout}'; {nearest(layout, LAYOUTS)}")
-    folder.mkdir(parents=True, exist_ok=True)
     write = {"vllm": _write_vllm, "medusa": _write_medusa, "medusa2": _write_medusa2}[layout]
     return write(module, folder, target)
 
@@ -268,7 +270,7 @@ def _write_vllm(module: MedusaHeads, folder: Path, target: str | None) -> str:
         "medusa_fc_bias": config.bias,  # vLLM leaves biases out unless it is told
         "original_lm_head": config.output != "each",
     }
-    save_file(state, folder / NAMES[0], metadata={"format": "pt"})
+    _save(state, folder / NAMES[0])
     _write_config(folder, published | _made_for(config, target))
     options = {
         "method": "medusa",
@@ -281,23 +283,24 @@ def _write_vllm(module: MedusaHeads, folder: Path, target: str | None) -> str:
 
 def _write_medusa(module: MedusaHeads, folder: Path, target: str | None) -> str:
     config = module.config
-    state = _numbered(module, target)
+    state = _in_authors_layout(module, target)
     published: dict[str, Any] = {
         "medusa_num_heads": config.heads,
         "medusa_num_layers": config.layers,
         **_made_for(config, target),
     }
     if config.output == "each":
+        folder.mkdir(parents=True, exist_ok=True)
         torch.save(state, folder / PICKLED)
         _write_config(folder, published)
         return f"python -m medusa.inference.cli --model {folder}"
-    save_file(state, folder / SAFE, metadata={"format": "pt"})
+    _save(state, folder / SAFE)
     _write_config(folder, published | {"version": "2"})
     return f"text-generation-launcher --model-id {folder}"
 
 
 def _write_medusa2(module: MedusaHeads, folder: Path, target: str | None) -> str:
-    """A copy of the model's files, and the heads as one more file of weights."""
+    """The model and the heads in one file of weights, the other files of the model beside it."""
     model = target or module.config.base_model
     source = locate(model) if model else None
     if source is None or not source.is_dir():
@@ -312,11 +315,13 @@ def _write_medusa2(module: MedusaHeads, folder: Path, target: str | None) -> str
     stored = folder_weights(source, None)
     names = [name for name in stored.entries if not name.startswith(BESIDE)]
     state = {name: stored.entries[name].read(None) for name in names}
-    state |= {BESIDE + name: tensor for name, tensor in _numbered(module, str(source)).items()}
+    state |= {
+        BESIDE + name: tensor for name, tensor in _in_authors_layout(module, str(source)).items()
+    }
+    _save(_contiguous(state), folder / NAMES[0])
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja", ".model") and ".index." not in path.name:
             shutil.copy(path, folder / path.name)
-    save_file(_contiguous(state), folder / NAMES[0], metadata={"format": "pt"})
     counts = {"medusa_num_heads": module.config.heads, "medusa_num_layers": module.config.layers}
     _write_config(folder, read_config(source) | counts)
     return f'forerun generate "PROMPT" --model {folder} --draft medusa:{folder}'
@@ -327,7 +332,7 @@ def _made_for(config: MedusaConfig, target: str | None) -> dict[str, str]:
     return {"base_model_name_or_path": name} if name else {}
 
 
-def _numbered(module: MedusaHeads, target: str | None) -> dict[str, Tensor]:
+def _in_authors_layout(module: MedusaHeads, target: str | None) -> dict[str, Tensor]:
     """Tensors by the names of the authors' layouts, which always have biases and have no maps.
 
     A matrix that all heads share is left out: there the target's own head takes its place.
@@ -345,16 +350,22 @@ def _numbered(module: MedusaHeads, target: str | None) -> dict[str, Tensor]:
                 "these heads share an output matrix that is not the target's own, which only "
                 "vLLM's layout can hold; export them as vllm"
             )
-    numbered = {}
+    return numbered(module)
+
+
+def numbered(module: MedusaHeads) -> dict[str, Tensor]:
+    """Tensors of heads by the authors' names: a head is a list, `{head}.{place in the list}.*`."""
+    config, state = module.config, module.state_dict()
+    named = {}
     for i in range(config.heads):
         for j in range(config.layers):
             weight = state[f"blocks.{i}.layers.{j}.weight"]
             none = weight.new_zeros(config.hidden_size)
-            numbered[f"{i}.{j}.linear.weight"] = weight
-            numbered[f"{i}.{j}.linear.bias"] = state.get(f"blocks.{i}.layers.{j}.bias", none)
+            named[f"{i}.{j}.linear.weight"] = weight
+            named[f"{i}.{j}.linear.bias"] = state.get(f"blocks.{i}.layers.{j}.bias", none)
         if config.output == "each":
-            numbered[f"{i}.{config.layers}.weight"] = state[f"lm_heads.{i}.weight"]
-    return _contiguous(numbered)
+            named[f"{i}.{config.layers}.weight"] = state[f"lm_heads.{i}.weight"]
+    return _contiguous(named)
 
 
 def _target_head(target: str | None, config: MedusaConfig) -> Tensor:
@@ -383,6 +394,11 @@ def _contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _dtype(module: MedusaHeads) -> torch.dtype:
     return next(module.parameters()).dtype
+
+
+def _save(state: dict[str, Tensor], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, path, metadata={"format": "pt"})
 
 
 def _write_config(folder: Path, published: Mapping[str, Any]) -> None:
@@ -451,6 +467,8 @@ def _doubts(found: _Found, module: MedusaHeads) -> Iterator[str]:
             yield f"config.json says {name} {said}, the tensors say {number}, which is used"
     if found.layout == "vllm" and config.bias and not published.get("medusa_fc_bias"):
         yield "biases are stored but medusa_fc_bias is not set, so vLLM leaves them out"
+    if config.draft_vocab_size and config.output == "each":
+        yield "vLLM 0.32 cannot load a reduced matrix per head; there they must share one"
     if not config.bias:
         yield "there are no biases: heads that were trained with them have lost some acceptance"
     if config.layers and not any(weight.any() for weight in module.blocks.parameters()):

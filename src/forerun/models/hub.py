@@ -92,7 +92,7 @@ def _snapshot(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        for weights in ("*.safetensors", "pytorch_model*.bin"):
+        for weights in ("*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt"):
             folder = Path(snapshot_download(model, allow_patterns=[*HUB_FILES, weights]))
             if any(folder.glob(weights)):
                 break

@@ -7,7 +7,7 @@
 No head sees what another proposes. Published heads have an output matrix U each; later ones share
 the target's own head, and vLLM's also a single matrix of their own.
 
-N rows, K heads, C hidden size, U rows of an output matrix, V vocabulary of the target.
+N rows, K heads, C hidden size, U tokens that logits are given of.
 """
 
 from __future__ import annotations
@@ -99,13 +99,3 @@ class MedusaHeads(nn.Module):
             both = zip(self.lm_heads, states_KNC, strict=False)
             logits_KNU = torch.stack([head(x_NC) for head, x_NC in both]).float()
         return logits_KNU.transpose(0, 1)
-
-    def spread(self, logits_NKU: Tensor) -> Tensor:
-        """[N, K, V]: tokens that the matrices do not cover are impossible."""
-        if self.token_map is None:
-            return logits_NKU
-        assert self.config.vocab_size
-        shape = (*logits_NKU.shape[:2], self.config.vocab_size)
-        logits_NKV = logits_NKU.new_full(shape, -torch.inf)
-        logits_NKV[..., self.token_map] = logits_NKU
-        return logits_NKV
