@@ -45,7 +45,7 @@ def export(layout: str, folder: Path, out: Path, target: str | None = None) -> s
     files = _files(folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already; name a new folder")
-    module = files.read(folder)
+    module = files.read(folder, None)  # each tensor in the type it is stored in
     try:
         line: str = files.export(module, layout, out, **({"target": target} if target else {}))
     except OSError as error:
