@@ -99,6 +99,8 @@ def _check_vocabulary(weights: Weights, settings: EagleSettings, folder: Path) -
     if isinstance(settings, Eagle3Settings):
         draft_size = settings.draft_vocab_size
     ids_U = torch.arange(draft_size)
+    if draft_size < size and "d2t" not in weights:
+        return  # `fill` will say so
     if "d2t" in weights:
         ids_U = ids_U + weights.take("d2t", draft_size, dtype=torch.int64)
         ascending = bool((ids_U[1:] > ids_U[:-1]).all())
@@ -119,7 +121,8 @@ def _check_vocabulary(weights: Weights, settings: EagleSettings, folder: Path) -
 def export(module: EagleDraft, layout: str, folder: Path, target: str = "TARGET") -> str:
     """Write a draft for others; gives the command line that serves it.
 
-    layout: one of `LAYOUTS`. target: what the command line names as the model.
+    layout: one of `LAYOUTS`. target: what the command line names as the model. If that is a folder,
+    its embedding goes into a speculators draft, which the package would run with garbage otherwise.
     Raises `ConfigError` where the layout cannot express the draft.
     """
     if layout not in LAYOUTS:
@@ -135,6 +138,8 @@ def export(module: EagleDraft, layout: str, folder: Path, target: str = "TARGET"
     written["torch_dtype"] = str(module.state_dict()["fc.weight"].dtype).removeprefix("torch.")
     midlayer = eagle3 and layout != "speculators" and settings.layers == 1
     tensors = _published(module, layout)
+    if layout == "speculators" and Path(target).is_dir():
+        tensors.setdefault("embed_tokens.weight", _embedding(Path(target), module))
     if midlayer:
         tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +160,12 @@ def _published(module: EagleDraft, layout: str) -> dict[str, Tensor]:
         tensors["t2d"] = torch.zeros(settings.vocab_size, dtype=torch.bool)
         tensors["t2d"][ids_U + offsets_U] = True
     return tensors
+
+
+def _embedding(target: Path, module: EagleDraft) -> Tensor:
+    settings, dtype = module.settings, module.state_dict()["fc.weight"].dtype
+    weights = folder_weights(target, dtype)
+    return weights.take("model.embed_tokens.weight", settings.vocab_size, settings.hidden_size)
 
 
 def _command_line(layout: str, folder: Path, method: str, target: str) -> str:
@@ -315,6 +326,11 @@ def _eagle3_doubts(settings: Eagle3Settings, published: Mapping[str, Any]) -> li
         stated = (published.get("eagle_config") or {}).get(flag, published.get(flag))
         if stated is None and getattr(settings, flag):
             doubts.append(f"{flag} is not stated, but its tensors are there: it is taken to be on")
+    if is_speculators(published) and not settings.own_embedding:
+        doubts.append(
+            "it has no embed_tokens.weight: the speculators package (0.9) would run it with "
+            "whatever lies in memory; vLLM takes the target's, as forerun does"
+        )
     if published.get("tie_word_embeddings"):
         doubts.append(
             "tie_word_embeddings is true: SGLang would use the embedding as the output matrix"

@@ -123,6 +123,8 @@ def _layer_numbers(config: Config, weights: Weights, folder: Path) -> dict[str, 
             "take another draft"
         )
     attention = "layers.0.self_attn."
+    biased = numbers.qkv_bias or f"{attention}q_proj.bias" in weights
+    o_biased = numbers.o_bias or f"{attention}o_proj.bias" in weights
     return {
         "vocab_size": numbers.vocab_size,
         "hidden_size": numbers.hidden_size,
@@ -136,8 +138,8 @@ def _layer_numbers(config: Config, weights: Weights, folder: Path) -> dict[str, 
         "rope_theta": numbers.rope_theta,
         "rope_scaling": numbers.rope_scaling,
         "sliding_window": numbers.sliding_window,
-        "attention_bias": numbers.qkv_bias or f"{attention}q_proj.bias" in weights,
-        "o_bias": numbers.o_bias or f"{attention}o_proj.bias" in weights,
+        "attention_bias": biased,
+        "o_bias": None if o_biased == biased else o_biased,
         "mlp_bias": numbers.mlp_bias,
         "qk_norm": f"{attention}q_norm.weight" in weights,
         "own_embedding": "embed_tokens.weight" in weights,
@@ -303,7 +305,8 @@ def _layer_keys(settings: EagleSettings) -> dict[str, Any]:
         "head_dim": c.head_dim,
         "max_position_embeddings": c.max_length,
         "rms_norm_eps": c.norm_eps,
-        "attention_bias": c.attention_bias,
+        # Where the output projection has none, the tensors tell.
+        "attention_bias": c.attention_bias and c.o_bias is not False,
         "mlp_bias": c.mlp_bias,
         "tie_word_embeddings": False,
     }
