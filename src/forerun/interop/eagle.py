@@ -53,8 +53,8 @@ def detect(folder: Path) -> bool:
         return False
 
 
-def read(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle1 | Eagle3:
-    """The draft of a folder, any layout.
+def read(folder: Path, dtype: torch.dtype | None = torch.float32) -> Eagle1 | Eagle3:
+    """The draft of a folder, any layout. dtype: None leaves tensors in the type they are stored in.
 
     Raises `CheckpointError` for tensors and settings that do not add up.
     """
