@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,20 @@ import torch
 from torch import Tensor
 
 from drafting import make, paths, propose, request
-from fakes import FREE
 from forerun import sampling
-from forerun.core import Request, SamplingParams, StepStats, Verdict
-from forerun.drafters import DraftContext, make_drafter
+from forerun.core import Request, Verdict
 from forerun.drafters.dflash import DFlashDrafter
 from forerun.drafters.dflash_check import self_check
-from forerun.engine.engine import Engine
 from forerun.errors import ConfigError
 from forerun.interop import dflash as checkpoint
 from forerun.models.cache import Span
 from forerun.models.heads.dflash import DFlash, Injected, LayerAttention
 from forerun.models.hub import LoadedModel
-from forerun.models.target import Segment
 from forerun.sampling import Place
-from forerun.verify import make_verifier
+from learned_dflash import GREEDY, PROMPTS, SAMPLED, Trained, decode, learn, taps_of
 from tiny import tiny_llama
 from tiny_heads import tiny_dflash_module
 
-PROMPTS = ["x", "the cat, the dog, the cat, the ", "hello world", "a b a b a b ", "forerun " * 12]
-GREEDY = {"temperature": 0}
-SAMPLED = {"temperature": 0.8, "top_p": 0.9}
 KINDS: dict[str, dict[str, Any]] = {
     "in place": {},
     "anchor first": {"anchor_first": True},
@@ -61,16 +53,6 @@ def drafter_of(target: LoadedModel, tmp_path: Path) -> Callable[..., DFlashDraft
 
 
 # ---- one round ----------------------------------------------------------------------------------
-
-
-def taps_of(target: LoadedModel, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """Of all tokens, from one plain pass, [rows, T, E]."""
-    store = target.target.new_store(512)
-    span = store.open()
-    store.reserve(span, len(tokens))
-    result = target.target.forward([Segment(span, tokens, logits_from=len(tokens))], store, taps)
-    assert result.taps_RTD is not None
-    return result.taps_RTD
 
 
 def cache(target: LoadedModel, drafter: DFlashDrafter, request: Request, upto: int) -> None:
@@ -300,39 +282,6 @@ def test_a_target_that_lends_nothing_is_refused(target: LoadedModel, tmp_path: P
 # ---- in the engine ------------------------------------------------------------------------------
 
 
-def decode(
-    target: LoadedModel,
-    spec: str,
-    params: dict[str, Any],
-    verifier: str = "follow",
-    slots: int = 1024,
-    max_tokens: int = 40,
-) -> tuple[list[list[int]], StepStats]:
-    store = target.target.new_store(slots)
-    judge = make_verifier(verifier)
-    context = DraftContext(
-        target.target, store, target.tokenizer, pytest.fail, judge.independent_noise
-    )
-    engine = Engine(
-        target.target,
-        store=store,
-        verifier=judge,
-        drafter=make_drafter(spec, context),
-        tokenizer=target.tokenizer,
-        max_num_seqs=4,
-        max_batch_rows=48,
-        costs=FREE,
-    )
-    streams = []
-    for seed, prompt in enumerate(PROMPTS):
-        each = SamplingParams(seed=seed, max_tokens=max_tokens, **params)
-        streams += engine.add(target.tokenizer.encode(prompt), each)
-    while engine.busy:
-        engine.step()
-        store.check()
-    return [stream.request.output for stream in streams], engine.stats
-
-
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, {"temperature": 0, "logit_bias": {97: 3.0}}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_of_draft_changes_the_text(
@@ -358,66 +307,6 @@ def test_preempted_requests_catch_up(target: LoadedModel, tmp_path: Path) -> Non
 
 
 # ---- trained drafts: what is right in a round is right in the end -------------------------------
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A draft that knows the greedy texts of the target by heart."""
-
-    module: DFlash
-    texts: list[list[int]]
-
-
-def learn(target: LoadedModel, anchor_first: bool) -> Trained:
-    texts, _ = decode(target, "none", GREEDY, max_tokens=60)
-    whole = [
-        target.tokenizer.encode(prompt) + text for prompt, text in zip(PROMPTS, texts, strict=True)
-    ]
-    module = tiny_dflash_module(
-        target.target.info, taps=(1, 3), anchor_first=anchor_first, block_size=4
-    )
-    module.requires_grad_(True)
-    batches = [_batch(target, module, tokens) for tokens in whole]
-    optimiser = torch.optim.Adam(module.parameters(), lr=1e-2)
-    for _ in range(60):
-        for batch in batches:
-            optimiser.zero_grad()
-            batch().backward()
-            optimiser.step()
-    return Trained(module.requires_grad_(False), whole)
-
-
-def _batch(target: LoadedModel, module: DFlash, tokens: list[int]) -> Callable[[], Tensor]:
-    """The loss of blocks at every place of a text, as the paper trains them."""
-    config = module.config
-    width, lend = config.block_size, target.target
-    anchors_A = torch.arange(1, len(tokens) - width)
-    context_1K = torch.arange(len(tokens))[None]
-    taps_RTE = taps_of(target, tokens, config.taps)[None].clone()
-    positions_AQ = anchors_A[:, None] + torch.arange(width)
-    block_AQ = torch.full_like(positions_AQ, config.mask_token)
-    block_AQ[:, 0] = torch.tensor(tokens)[anchors_A]
-    embedded = module.embed(block_AQ.flatten(), lend.embed).detach().clone()  # type: ignore[attr-defined]
-    visible = module.visible(
-        positions_AQ.reshape(1, -1), anchors_A.repeat_interleave(width)[None], context_1K
-    )
-    head_VC = _head(target)
-    shift = 1 - config.first_slot
-    labels_AD = torch.tensor(tokens)[positions_AQ[:, config.first_slot :] + shift]
-
-    def loss() -> Tensor:
-        memory = Injected(module.context_kv(taps_RTE, context_1K), visible)
-        hidden = module(embedded[None], positions_AQ.reshape(1, -1), memory)[0]
-        drafted_ADC = hidden.unflatten(0, block_AQ.shape)[:, config.first_slot :]
-        logits_NV = drafted_ADC.flatten(0, 1) @ head_VC.T
-        return torch.nn.functional.cross_entropy(logits_NV, labels_AD.flatten())
-
-    return loss
-
-
-def _head(target: LoadedModel) -> Tensor:
-    identity = torch.eye(target.target.info.hidden_size)
-    return target.target.head_logits(identity).T.clone()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in place", "anchor first"])

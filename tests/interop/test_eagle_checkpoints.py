@@ -153,6 +153,18 @@ def test_old_files_are_read_without_unpickling_code(target: LoadedModel, tmp_pat
         eagle.read(tmp_path)
 
 
+def test_offsets_are_never_rounded(target: LoadedModel, tmp_path: Path) -> None:
+    """bfloat16 knows no 257."""
+    module = make(target, draft_vocab_size=2)
+    module.d2t = torch.tensor([255, 257])
+    eagle.export(module, "vllm", tmp_path)
+    read = eagle.read(tmp_path, torch.bfloat16)
+    assert read.d2t is not None
+    assert read.d2t.tolist() == [255, 257]
+    assert read.fc.weight.dtype == torch.bfloat16
+    assert eagle.read(tmp_path, None).fc.weight.dtype == torch.float32
+
+
 def test_raw_dumps_of_trainers_are_read(target: LoadedModel, tmp_path: Path) -> None:
     module = make(target)
     eagle.export(module, "vllm", tmp_path)

@@ -33,6 +33,7 @@ from forerun.drafters.tree import depth_first
 from forerun.errors import ConfigError
 from forerun.interop import eagle as checkpoint
 from forerun.models.heads.eagle import Eagle1, Eagle3, Eagle3Settings, EagleDraft, default_taps
+from forerun.models.heads.layers import pack
 from forerun.models.hub import locate
 from forerun.models.target import opened
 from forerun.sampling import Place
@@ -106,6 +107,7 @@ class EagleDrafter(Drafter):
         if problems := checkpoint.misfits(network.settings, info):
             raise ConfigError(f"the draft does not fit: {problems[0]}; choose one made for it")
         self._network: EagleDraft = network.to(info.device)
+        pack(self._network)
         self._device, self._dtype = info.device, info.dtype
         self._vocab_size = info.vocab_size
         self._ids_U = _target_ids(self._network)
