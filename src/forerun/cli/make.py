@@ -25,7 +25,7 @@ def export(
         str | None, option("The model that the draft belongs to.", metavar="MODEL")
     ] = None,
 ) -> None:
-    """Write a draft in another layout and print the command line that serves it.
+    """Write a draft for another engine, with its command line.
 
     \b
         forerun export vllm ./heads ./heads-vllm --target HuggingFaceTB/SmolLM2-135M-Instruct

@@ -66,7 +66,7 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a model is and what would run it, or what a draft is and whether it fits.
+    """Say what a model or a draft is, and what runs it.
 
     \b
         forerun inspect smollm2-135m

@@ -110,8 +110,7 @@ def _draft_vocab_size(config: DFlashConfig, weights: Weights, folder: Path) -> i
 def _offsets(weights: Weights, config: DFlashConfig, folder: Path) -> Tensor:
     """`d2t`, checked: what is added to each draft id gives ascending ids of the target."""
     size = config.draft_vocab_size or 0
-    weights.take("d2t", size)
-    offsets_U = weights.entries["d2t"].read(torch.int64)
+    offsets_U = weights.take("d2t", size, dtype=torch.int64)
     ids_U = torch.arange(size) + offsets_U
     ascending = bool((ids_U[1:] > ids_U[:-1]).all())
     if not ascending or not 0 <= int(ids_U.min()) <= int(ids_U.max()) < config.vocab_size:
@@ -120,8 +119,7 @@ def _offsets(weights: Weights, config: DFlashConfig, folder: Path) -> Tensor:
             f"{config.vocab_size}; it must hold offsets (target id - draft id)"
         )
     if "t2d" in weights:
-        weights.take("t2d", config.vocab_size)
-        known_V = weights.entries["t2d"].read(torch.bool)
+        known_V = weights.take("t2d", config.vocab_size, dtype=torch.bool)
         if not torch.equal(known_V.nonzero()[:, 0], ids_U):
             raise CheckpointError(f"{folder}: t2d and d2t name different tokens; fetch it again")
     return offsets_U

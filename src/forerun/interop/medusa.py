@@ -183,8 +183,7 @@ def _token_map(found: _Found, config: MedusaConfig) -> Tensor | None:
                 "token_map; use the config.json that belongs to these weights"
             )
         return None
-    weights.take("token_map", size)
-    ids_U = weights.entries["token_map"].read(torch.int64)
+    ids_U = weights.take("token_map", size, dtype=torch.int64)
     assert config.vocab_size
     inside = bool(((ids_U >= 0) & (ids_U < config.vocab_size)).all())
     if not inside or len(ids_U.unique()) < size:

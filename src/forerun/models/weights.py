@@ -165,8 +165,10 @@ def _loaded(tensor: Tensor, path: Path, name: str) -> Entry:
     return Entry(tuple(tensor.shape), lambda dtype: _converted(tensor, dtype, path, name))
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype, path: Path, name: str) -> Tensor:
-    if tensor.dtype not in FLOATS:
+def _converted(tensor: Tensor, dtype: torch.dtype | None, path: Path, name: str) -> Tensor:
+    if dtype is None:
+        return tensor
+    if dtype.is_floating_point and tensor.dtype not in FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(
             f"{path}: '{name}' is stored as {kind}, which means nothing without its scale; take "
