@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.errors import CheckpointError, ConfigError
+from forerun.errors import CheckpointError, ModelError, ConfigError
 from forerun.interop import dflash
 from forerun.models.heads.dflash import DFlash, Injected, LayerAttention
 from forerun.models.target import TargetInfo
@@ -284,7 +284,7 @@ def test_tensors_that_do_not_add_up(
         (lambda c: c.update(is_neox_style=False), "interleaved rotary"),
         (lambda c: c["dflash_config"].pop("mask_token_id"), "lacks mask_token_id"),
         (lambda c: c["dflash_config"].update(target_layer_ids=[1, 0, 5]), "must be ascending"),
-        (lambda c: c.update(layer_types=["sliding_attention"] * 2), "size of their window"),
+        (lambda c: c.update(layer_types=["sliding_attention"] * 2), "sliding_window None"),
     ],
 )
 def test_relatives_and_damaged_configs_are_refused(
@@ -292,7 +292,7 @@ def test_relatives_and_damaged_configs_are_refused(
 ) -> None:
     folder = edited(written(tmp_path), edit)
     assert dflash.detect(folder)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ModelError, match=message):
         dflash.read(folder)
 
 
