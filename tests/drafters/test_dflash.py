@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,16 @@ def test_a_target_that_lends_nothing_is_refused(target: LoadedModel, tmp_path: P
     checkpoint.export(tiny_dflash_module(target.target.info), "zlab", tmp_path / "draft")
     with pytest.raises(ConfigError, match="choose ngram or suffix"):
         make(f"dflash:{tmp_path / 'draft'}")
+
+
+def test_the_embedding_is_lent_without_the_targets_own_scale(target: LoadedModel) -> None:
+    """Gemma multiplies its embedding; published drafts bring a factor of their own or none."""
+    decoder = copy(target.target)
+    decoder.config = replace(decoder.config, embedding_scale=4.0)  # type: ignore[attr-defined]
+    tokens = torch.tensor([5, 250])
+    rows = decoder.embedding_VC[tokens]  # type: ignore[attr-defined]
+    assert torch.equal(decoder.embed(tokens, scaled=False), rows)  # type: ignore[attr-defined]
+    assert torch.equal(decoder.embed(tokens), 4 * rows)  # type: ignore[attr-defined]
 
 
 # ---- in the engine ------------------------------------------------------------------------------
