@@ -65,7 +65,7 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> DFlash:
     )
     with torch.device("meta"):
         module = DFlash(config)
-    state = {}
+    state: dict[str, Tensor] = {}
     for name, wanted in sorted(module.state_dict().items()):
         if name == "mask_embedding":
             assert mask_embedding is not None
@@ -175,8 +175,7 @@ def export(module: DFlash, layout: str, folder: Path, target: str | None = None)
         raise ConfigError(f"{layout} knows no mask embedding of its own; export it as vllm")
     written = speculators_config(config, target) if speculators else zlab_config(config)
     state = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
-    dtype = module.fc.weight.dtype
-    written["torch_dtype"] = str(dtype).removeprefix("torch.")
+    written["torch_dtype"] = str(module.dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     if config.own_mask_embedding:
         mask = {"embedding": state.pop("mask_embedding"), "mask_token_id": config.mask_token}
