@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ from forerun.errors import ConfigError
 from forerun.interop import dflash as checkpoint
 from forerun.models.cache import Span
 from forerun.models.heads.dflash import DFlash, Injected, LayerAttention
-from forerun.models.hub import LoadedModel
+from forerun.models.hub import LoadedModel, load
 from forerun.sampling import Place
 from learned_dflash import GREEDY, PROMPTS, SAMPLED, Trained, decode, learn, taps_of
-from tiny import tiny_llama
+from tiny import tiny_folder, tiny_llama
 from tiny_heads import tiny_dflash_module
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -277,6 +279,27 @@ def test_a_target_that_lends_nothing_is_refused(target: LoadedModel, tmp_path: P
     checkpoint.export(tiny_dflash_module(target.target.info), "zlab", tmp_path / "draft")
     with pytest.raises(ConfigError, match="choose ngram or suffix"):
         make(f"dflash:{tmp_path / 'draft'}")
+
+
+def test_the_embedding_is_lent_without_the_targets_own_scale(target: LoadedModel) -> None:
+    """Gemma multiplies its embedding; published drafts bring a factor of their own or none."""
+    decoder = copy(target.target)
+    decoder.config = replace(decoder.config, embedding_scale=4.0)  # type: ignore[attr-defined]
+    tokens = torch.tensor([5, 250])
+    rows = decoder.embedding_VC[tokens]  # type: ignore[attr-defined]
+    assert torch.equal(decoder.embed(tokens, scaled=False), rows)  # type: ignore[attr-defined]
+    assert torch.equal(decoder.embed(tokens), 4 * rows)  # type: ignore[attr-defined]
+
+
+def test_a_draft_in_bfloat16_runs_packed(tmp_path: Path) -> None:
+    loaded = load(str(tiny_folder(tmp_path / "target", layers=4)), dtype="bfloat16", device="cpu")
+    module = tiny_dflash_module(loaded.target.info, anchor_first=True)
+    checkpoint.export(module, "speculators", tmp_path / "draft")
+    plain, _ = decode(loaded, "none", GREEDY)
+    text, stats = decode(loaded, f"dflash:{tmp_path / 'draft'}", GREEDY)
+    assert stats.accepted_tokens > 0
+    if loaded.target.info.row_invariant:
+        assert text == plain
 
 
 # ---- in the engine ------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     python speculators_dflash.py FOLDER INPUTS OUTPUTS SAVED
 
-INPUTS holds `taps` [K, T * E], `tokens` [K], `anchors` [N], and `embedding` and `head` of the
-target. OUTPUTS gets the `logits` of all slots [N, B, U]. SAVED gets the model as the package writes
-it.
+INPUTS holds `taps` [K, T * E], `tokens` [K] and `anchors` [N]; embedding and head come from the
+target that the draft names. OUTPUTS gets the `logits` of all slots [N, B, U]. SAVED gets the model
+as the package writes it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ def main(folder: str, inputs: str, outputs: str, saved: str) -> None:
     config.transformer_layer_config._attn_implementation = "eager"
     model = SpeculatorModel.from_pretrained(folder, config=config).eval()
     given = load_file(inputs)
-    model.embed_tokens.weight.data = given["embedding"]
-    if not model.use_draft_vocab:
-        model.lm_head.weight.data = given["head"]
     tokens, anchors = given["tokens"], given["anchors"]
     # Anchors are drawn from what the loss covers: as many as there are, so all of them.
     loss_mask = torch.zeros_like(tokens)

@@ -114,6 +114,16 @@ def test_what_is_written_is_read_back(tmp_path: Path, layout: str, numbers: dict
     assert changed.keys() <= allowed
 
 
+def test_the_stored_type_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
+    module = module_of(own_mask_embedding=True, draft_vocab_size=20).to(torch.bfloat16)
+    dflash.export(module, "vllm", tmp_path / "draft")
+    for dtype, found in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        again = dflash.read(tmp_path / "draft", dtype)
+        assert {parameter.dtype for parameter in again.parameters()} == {found}
+        assert torch.equal(again.d2t, module.d2t)
+    assert json.loads((tmp_path / "draft/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_a_zlab_folder_is_what_the_field_writes(tmp_path: Path) -> None:
     folder = written(tmp_path, taps=(2, 3, 6))
     config = json.loads((folder / "config.json").read_text())

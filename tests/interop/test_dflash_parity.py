@@ -26,7 +26,7 @@ from forerun.models.heads.dflash import DFlash, Injected, LayerAttention
 from forerun.models.target import TargetInfo
 from forerun.verify import make_verifier
 from learned_dflash import PROMPTS, learn
-from tiny import tiny_llama
+from tiny import VOCAB, tiny_folder, tiny_llama
 from tiny_heads import tiny_dflash_module
 
 DFLASH = os.environ.get("FORERUN_DFLASH_PYTHON")
@@ -37,7 +37,7 @@ needs_speculators = pytest.mark.skipif(not SPECULATORS, reason="set FORERUN_SPEC
 TARGET = TargetInfo(
     name="tiny",
     architecture="llama",
-    vocab_size=40,
+    vocab_size=VOCAB,
     hidden_size=32,
     layers=6,
     max_length=64,
@@ -52,7 +52,8 @@ SLIDING = (LayerAttention(window=8, causal=True), LayerAttention())
 def run(python: str | None, script: str, *args: object) -> None:
     assert python
     command = [python, str(Path(__file__).parent / script), *(str(arg) for arg in args)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=offline)
     assert result.returncode == 0, result.stderr
 
 
@@ -157,17 +158,11 @@ def test_logits_equal_those_of_the_speculators_package(
     tmp_path: Path, numbers: dict[str, Any]
 ) -> None:
     module = tiny_dflash_module(TARGET, **numbers)
-    dflash.export(module, "speculators", tmp_path / "draft")
+    verifier = tiny_folder(tmp_path / "target", layers=TARGET.layers)
+    dflash.export(module, "speculators", tmp_path / "draft", target=str(verifier))
     taps, anchors = random(30, 3, 32, seed=1), [2, 9, 10, 24]
-    tokens = torch.randint(0, 39, (30,), generator=torch.Generator().manual_seed(3))
-    embedding, head = random(40, 32, seed=4), random(40, 32, seed=5)
-    given = {
-        "taps": taps.flatten(1),
-        "tokens": tokens,
-        "anchors": torch.tensor(anchors),
-        "embedding": embedding,
-        "head": head,
-    }
+    tokens = torch.randint(0, 256, (30,), generator=torch.Generator().manual_seed(3))
+    given = {"taps": taps.flatten(1), "tokens": tokens, "anchors": torch.tensor(anchors)}
     save_file(given, tmp_path / "inputs.safetensors")
     outputs, saved = tmp_path / "outputs.safetensors", tmp_path / "saved"
     run(
@@ -175,6 +170,8 @@ def test_logits_equal_those_of_the_speculators_package(
         tmp_path / "draft", tmp_path / "inputs.safetensors", outputs, saved,
     )  # fmt: skip
     theirs = load_file(outputs)["logits"]
+    lent = load_file(verifier / "model.safetensors")
+    embedding, head = lent["model.embed_tokens.weight"], lent["lm_head.weight"]
     assert torch.allclose(
         _logits(module, taps, tokens, anchors, embedding, head), theirs, atol=1e-4
     )

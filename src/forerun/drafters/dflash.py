@@ -29,6 +29,7 @@ from forerun.drafters.tree import depth_first
 from forerun.errors import ConfigError
 from forerun.interop import dflash as checkpoint
 from forerun.models.heads.dflash import DFlash, LayerAttention
+from forerun.models.heads.layers import pack
 from forerun.models.hub import locate
 from forerun.models.target import opened
 
@@ -117,6 +118,7 @@ class DFlashDrafter(Drafter):
         if options.slots != "stated":
             update = {"anchor_first": self._anchor_first(options.slots, context)}
             module.config = module.config.model_copy(update=update)
+        pack(module)
         config = module.config
         if options.k is not None and options.k > config.drafts:
             raise ConfigError(

@@ -46,8 +46,8 @@ def detect(folder: Path) -> bool:
     return (folder / "config.json").exists() and is_dflash(read_json(folder))
 
 
-def read(folder: Path, dtype: torch.dtype = torch.float32) -> DFlash:
-    """The draft of a folder, any layout.
+def read(folder: Path, dtype: torch.dtype | None = None) -> DFlash:
+    """The draft of a folder, any layout. dtype: None keeps the stored one.
 
     Raises `CheckpointError` for tensors and settings that do not add up, and for relatives of
     DFlash that compute something else.
@@ -65,11 +65,11 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> DFlash:
     )
     with torch.device("meta"):
         module = DFlash(config)
-    state = {}
-    for name, wanted in module.state_dict().items():
+    state: dict[str, Tensor] = {}
+    for name, wanted in sorted(module.state_dict().items()):
         if name == "mask_embedding":
             assert mask_embedding is not None
-            state[name] = mask_embedding.to(dtype).reshape(wanted.shape)
+            state[name] = mask_embedding.to(state["fc.weight"].dtype).reshape(wanted.shape)
         elif name == "d2t":
             state[name] = _offsets(weights, config, folder)
         else:
@@ -154,11 +154,11 @@ def _mask_embedding(folder: Path) -> Tensor | None:
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def export(module: DFlash, layout: str, folder: Path, target: str = "TARGET") -> str:
+def export(module: DFlash, layout: str, folder: Path, target: str | None = None) -> str:
     """Write a draft for others; gives the command line that serves it.
 
     layout: one of `LAYOUTS`; all but speculators are the z-lab files, which vLLM reads with a head
-    of its own, too. target: what the command line names as the model.
+    of its own, too. target: the model it belongs to, for the command line and for speculators.
     Raises `ConfigError` where the layout cannot express the draft.
     """
     if layout not in LAYOUTS:
@@ -173,8 +173,7 @@ def export(module: DFlash, layout: str, folder: Path, target: str = "TARGET") ->
         raise ConfigError(f"{layout} knows no mask embedding of its own; export it as vllm")
     written = speculators_config(config, target) if speculators else zlab_config(config)
     state = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
-    dtype = module.fc.weight.dtype
-    written["torch_dtype"] = str(dtype).removeprefix("torch.")
+    written["torch_dtype"] = str(module.dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     if config.own_mask_embedding:
         mask = {"embedding": state.pop("mask_embedding"), "mask_token_id": config.mask_token}
@@ -184,7 +183,7 @@ def export(module: DFlash, layout: str, folder: Path, target: str = "TARGET") ->
         state["t2d"][torch.arange(len(module.d2t)) + module.d2t.cpu()] = True
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return _command_line(layout, folder, config, target)
+    return _command_line(layout, folder, config, target or "TARGET")
 
 
 def _command_line(layout: str, folder: Path, config: DFlashConfig, target: str) -> str:

@@ -282,7 +282,7 @@ def zlab_config(config: DFlashConfig) -> dict[str, Any]:
     return written
 
 
-def speculators_config(config: DFlashConfig, target: str) -> dict[str, Any]:
+def speculators_config(config: DFlashConfig, target: str | None) -> dict[str, Any]:
     """The config.json of the speculators layout. Raises `ConfigError` as `zlab_config`."""
     windowed = {rule.causal for rule in config.attention if rule.window}
     if any(rule.causal for rule in config.attention if not rule.window) or len(windowed) > 1:

@@ -131,7 +131,7 @@ class DFlash(nn.Module):
 
     def context_kv(self, taps_BKTE: Tensor, positions_BK: Tensor) -> Tensor:
         """Keys (rotated) and values of context tokens in every layer, [L, 2, B, G, K, D]."""
-        taps_BKF = taps_BKTE.flatten(-2).to(self.fc.weight.dtype)
+        taps_BKF = taps_BKTE.flatten(-2).to(self.dtype)
         fused_BKC = self.hidden_norm(self.fc(taps_BKF))
         rotation = self._rotary(positions_BK)
         layers = cast("Iterable[_Layer]", self.layers)
@@ -186,7 +186,7 @@ class DFlash(nn.Module):
         if self.config.own_mask_embedding:
             masks_N1 = (tokens_N == self.config.mask_token)[:, None]
             rows_NC = torch.where(masks_N1, self.mask_embedding, rows_NC)
-        return rows_NC.to(self.fc.weight.dtype) * self.config.embedding_scale
+        return rows_NC.to(self.dtype) * self.config.embedding_scale
 
     def logits(self, hidden_NC: Tensor, lent: Callable[[Tensor], Tensor]) -> Tensor:
         """float32 [N, V], or [N, U] with a head of its own. lent: the target's head."""
@@ -195,6 +195,11 @@ class DFlash(nn.Module):
         logits_NV = logits_NV * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of all states."""
+        return self.hidden_norm.weight.dtype
 
     @property
     def token_ids(self) -> Tensor | None:
