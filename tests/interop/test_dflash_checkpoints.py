@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.errors import CheckpointError, ModelError, ConfigError
+from forerun.errors import CheckpointError, ConfigError, ModelError
 from forerun.interop import dflash
 from forerun.models.heads.dflash import DFlash, Injected, LayerAttention
 from forerun.models.target import TargetInfo
