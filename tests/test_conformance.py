@@ -15,8 +15,13 @@ from forerun.engine.engine import Engine
 from forerun.models.hub import LoadedModel
 from forerun.verify import make_verifier
 from tiny import tiny_llama
+from tiny_heads import tiny_dflash, tiny_eagle, tiny_medusa
 
 SPECS = [drafter.example for drafter in DRAFTERS.values()]
+OTHER_SHAPES = [  # a tree where the example is a chain, and the other way round
+    f"{DRAFTERS['medusa'].example},top_k=1",
+    *(f"{DRAFTERS[name].example},top_k=3" for name in ("dflash", "eagle", "eagle3")),
+]
 COMBINED = [f"ngram+{DRAFTERS['model'].example}"]
 
 SAMPLINGS = {
@@ -42,13 +47,28 @@ PROMPTS = {
 class Models:
     target: LoadedModel
     draft: LoadedModel  # the same embedding and head, one layer instead of four
+    trained: dict[str, Path]  # the folders of drafters made for the target
+
+    def located(self, spec: str) -> str:
+        """A spec with the folder of its drafter in place of the example's."""
+        name, _, rest = spec.partition(":")
+        if name not in self.trained:
+            return spec
+        _, *options = rest.split(",")
+        return ",".join([f"{name}:{self.trained[name]}", *options])
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder: Path = tmp_path_factory.mktemp("models")
     target = tiny_llama(folder / "target", layers=4, seed=1)
-    return Models(target, tiny_llama(folder / "draft", layers=1, seed=1))
+    trained = {
+        "medusa": tiny_medusa(folder / "medusa", folder / "target"),
+        "dflash": tiny_dflash(folder / "dflash", target.target.info),
+        "eagle": tiny_eagle(folder / "eagle", target, "eagle"),
+        "eagle3": tiny_eagle(folder / "eagle3", target, "eagle3"),
+    }
+    return Models(target, tiny_llama(folder / "draft", layers=1, seed=1), trained)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +90,7 @@ def decode(
         target,
         store=store,
         verifier=judge,
-        drafter=make_drafter(spec, context),
+        drafter=make_drafter(models.located(spec), context),
         tokenizer=tokenizer,
         stop_ids=models.target.stop_ids,
         max_num_seqs=4,  # the fifth has to wait
@@ -90,7 +110,7 @@ def decode(
 
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("spec", [*SPECS, *COMBINED])
+@pytest.mark.parametrize("spec", [*SPECS, *OTHER_SHAPES, *COMBINED])
 def test_every_drafter_leaves_the_tokens_as_they_are(
     models: Models, plain, spec: str, sampling: str, batch: int
 ) -> None:

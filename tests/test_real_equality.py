@@ -199,8 +199,11 @@ def needs_independent_rows(loaded: LoadedModel, spec: str) -> None:
         pytest.skip(f"rows of {info.dtype} depend on each other without compiled kernels")
 
 
+TRAINED = {"medusa", "eagle", "eagle3", "dflash"}  # need a checkpoint made for the model
+
+
 def test_no_drafter_is_missing() -> None:
-    assert {part.name for spec in SPECS for part in parse(spec)} == set(DRAFTERS)
+    assert {part.name for spec in SPECS for part in parse(spec)} == set(DRAFTERS) - TRAINED
 
 
 @pytest.mark.skipif(kernels.library() is None, reason="no C compiler")

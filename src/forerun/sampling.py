@@ -86,7 +86,7 @@ def law(logits_V: Tensor, place: Place) -> Tensor:
 
     float32, or float64 where the logits are.
     """
-    edited_V = _edited(logits_V, place)
+    edited_V = edited(logits_V, place)
     probs_V = torch.zeros_like(edited_V)
     if place.request.params.greedy:
         probs_V[argmax(edited_V[None])[0]] = 1
@@ -100,6 +100,26 @@ def draw(probs_V: Tensor, seed: int, position: int, stream: int) -> int:
     """One token drawn from a law with the noise of (seed, position, stream)."""
     ids_N = probs_V.nonzero().squeeze(1)
     return _race(probs_V[ids_N].log(), ids_N, seed, position, stream)
+
+
+def contenders(
+    logits_NV: Tensor, place: Place, ids_V: Tensor | None = None, count: int = 256
+) -> tuple[Tensor, Tensor]:
+    """Columns of the likeliest tokens of rows at one place, and the scores that they race with.
+
+    For drafts: the law and noise that `choose` would use, over many rows at once, but only the
+    `count` likeliest tokens of a row take part. [N, C] each; the score is -inf where truncation
+    leaves a token out. Logits are taken as they are, without edits.
+    ids_V: token ids of the columns where they are not 0, 1, 2, ...
+    """
+    params = place.request.params
+    weights_NV = logits_NV.float() / params.temperature
+    top_NC, columns_NC = weights_NV.topk(min(count, weights_NV.shape[1]))
+    logs_NC = top_NC - weights_NV.logsumexp(-1, keepdim=True)
+    kept_NC = _kept_of_ranked(logs_NC, params)
+    ids_NC = columns_NC if ids_V is None else ids_V[columns_NC]
+    noise_NC = gumbel(place.request.seed, place.position, ids_NC)
+    return columns_NC, (logs_NC + noise_NC).masked_fill_(~kept_NC, -math.inf)
 
 
 def logprobs(logits_V: Tensor, chosen: int, k: int) -> TokenLogprobs:
@@ -126,7 +146,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _choose(logits_V: Tensor, place: Place) -> int:
-    edited_V = _edited(logits_V, place)
+    edited_V = edited(logits_V, place)
     request = place.request
     if request.params.greedy:
         return argmax(edited_V[None])[0]
@@ -143,8 +163,8 @@ def _race(weights_N: Tensor, ids_N: Tensor, seed: int, position: int, stream: in
 # ---- editing logits -----------------------------------------------------------------------------
 
 
-def _edited(logits_V: Tensor, place: Place) -> Tensor:
-    """The logits after min_tokens, bias and penalties; the input is left alone."""
+def edited(logits_V: Tensor, place: Place) -> Tensor:
+    """The logits after min_tokens, bias and penalties, [V]; the input is left alone."""
     params = place.request.params
     if logits_V.dtype != torch.float64:
         logits_V = logits_V.float()
@@ -226,6 +246,21 @@ def _threshold(top_N: Tensor, weights_V: Tensor, params: SamplingParams) -> Tens
         last = covered_N.sum().neg().clamp(max=-1)  # the first that reaches the mass
         threshold = torch.maximum(threshold, top_N[last])
     return threshold
+
+
+def _kept_of_ranked(logs_NC: Tensor, params: SamplingParams) -> Tensor:
+    """Which of the likeliest tokens, best first, stay in the law."""
+    kept_NC = torch.ones_like(logs_NC, dtype=torch.bool)
+    if params.min_p:
+        kept_NC &= logs_NC >= logs_NC[:, :1] + math.log(params.min_p)
+    if params.top_k > 0:
+        kept_NC[:, params.top_k :] = False
+    if params.top_p < 1:
+        truncated = params.min_p > 0 or params.top_k > 0
+        probs_NC = logs_NC.exp() * kept_NC
+        mass_N1 = probs_NC.sum(-1, keepdim=True) if truncated else 1.0
+        kept_NC &= probs_NC.cumsum(-1) - probs_NC < params.top_p * mass_N1
+    return kept_NC
 
 
 # ---- noise --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from drafting import request
 from forerun.drafters.calibration import Calibration
@@ -54,6 +55,19 @@ def test_what_is_not_proposed_can_still_prove_its_worth() -> None:
         asked.tokens.append(1)
         calibration.settle(asked)
     assert len(draft) == 1
+
+
+def test_many_estimates_at_once_are_the_same() -> None:
+    calibration = Calibration()
+    teach(calibration, 0.5, 0.9, 30, id=1)
+    teach(calibration, 0.97, 0.3, 30, id=2)
+    requests = [request([0], id=id) for id in (1, 2, 3)]
+    beliefs_BN = torch.tensor([[0.0, 0.5, 0.97, 1.0], [0.5, 0.97, 0.1, 1.0], [0.5, 0.97, 0.3, 0.9]])
+    expected = [
+        [calibration.estimate(asked, belief) for belief in beliefs]
+        for asked, beliefs in zip(requests, beliefs_BN.tolist(), strict=True)
+    ]
+    assert torch.allclose(calibration.estimates(requests, beliefs_BN), torch.tensor(expected))
 
 
 def test_it_never_becomes_certain() -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli import measure, models, run
+from forerun.cli import make, measure, models, run
 from forerun.config import nearest
 from forerun.errors import ForerunError
 from forerun.tune.metrics import DEFINITIONS
@@ -40,6 +40,7 @@ app = typer.Typer(
 app.command()(run.generate)
 app.command(epilog=_columns())(measure.bench)
 app.command()(models.inspect)
+app.command()(make.export)
 app.add_typer(models.app, name="models")
 
 

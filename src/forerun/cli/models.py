@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from forerun.cli.options import option
+from forerun.errors import ConfigError, ModelError
 
 app = typer.Typer(help="List and fetch models that come in packages.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="As 'forerun models list' shows it.")]
@@ -47,7 +49,6 @@ def pull(name: Name) -> None:
 @app.command()
 def path(name: Name) -> None:
     """Print where a pulled model lies."""
-    from forerun.errors import ModelError
     from forerun.models import packaged
 
     place = packaged.path(name)
@@ -57,23 +58,38 @@ def path(name: Name) -> None:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a Hub id or a name.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder (of a draft, too), a .gguf file, a Hub id or a name.")
+    ],
+    target: Annotated[
+        str | None, option("Of a draft: the model it should run ahead of.", metavar="MODEL")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a model is, and what would run it.
+    """Say what a model or a draft is, and what runs it.
 
     \b
         forerun inspect smollm2-135m
-        forerun inspect ./my-model --json
+        forerun inspect ./heads --target smollm2-135m
     """
-    from forerun.models.describe import describe
+    from forerun.interop import formats
+    from forerun.models.describe import describe, target_info
 
-    facts = describe(model)
+    folder = Path(model).expanduser()
+    family = formats.family(folder) if folder.is_dir() else None
+    if target and not family:
+        raise ConfigError(f"{model} is no draft, so --target says nothing; leave it out")
+    facts = describe(model) if family is None or formats.is_model(folder) else {"path": model}
+    about: list[str] = []
+    if family:
+        about = formats.describe(folder, target_info(target) if target else None)
+        facts["draft"] = family
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(facts | ({"about": about} if family else {}), indent=2))
         return
     for name, value in facts.items():
         print(f"{name.replace('_', ' '):14} {_readable(value)}")
+    print(*about, sep="\n", end="\n" if about else "")
 
 
 def _readable(value: Any) -> str:

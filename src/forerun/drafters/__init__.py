@@ -5,7 +5,10 @@ from __future__ import annotations
 from forerun.config import Settings, nearest
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.combined import Combined
+from forerun.drafters.dflash import DFlashDrafter
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.eagle import Eagle, EagleThree
+from forerun.drafters.medusa import Medusa
 from forerun.drafters.ngram import Ngram
 from forerun.drafters.skip import SkipLayers
 from forerun.drafters.spec import DrafterSpec, parse
@@ -15,7 +18,8 @@ from forerun.errors import ConfigError
 __all__ = ["DRAFTERS", "DraftContext", "Drafter", "make_drafter"]
 
 DRAFTERS: dict[str, type[Drafter]] = {
-    drafter.name: drafter for drafter in (Ngram, Suffix, DraftModel, SkipLayers)
+    drafter.name: drafter
+    for drafter in (Ngram, Suffix, DraftModel, SkipLayers, Medusa, DFlashDrafter, Eagle, EagleThree)
 }
 
 

@@ -53,6 +53,13 @@ class Calibration:
         estimate = belief * self._bins[int(belief * BINS)].value
         return min(0.99, estimate * own.value if own else estimate)
 
+    def estimates(self, requests: Sequence[Request], beliefs_BN: Tensor) -> Tensor:
+        """`estimate` for many nodes at once; row b holds beliefs about requests[b]."""
+        ratios = beliefs_BN.new_tensor([ratio.value for ratio in self._bins])
+        known = (self._requests.get(request.id) for request in requests)
+        own_B1 = beliefs_BN.new_tensor([[ratio.value if ratio else 1.0] for ratio in known])
+        return (beliefs_BN * ratios[(beliefs_BN * BINS).long()] * own_B1).clamp(max=0.99)
+
     def propose(
         self,
         request: Request,

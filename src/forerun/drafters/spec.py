@@ -55,6 +55,10 @@ VLLM_METHODS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "draft_model": ("model", {"model": "model", "num_speculative_tokens": "k"}),
+    "medusa": ("medusa", {"model": "model", "num_speculative_tokens": "k"}),
+    "eagle": ("eagle", {"model": "model", "num_speculative_tokens": "k"}),
+    "eagle3": ("eagle3", {"model": "model", "num_speculative_tokens": "k"}),
+    "dflash": ("dflash", {"model": "model", "num_speculative_tokens": "k"}),
 }
 
 

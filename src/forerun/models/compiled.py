@@ -84,12 +84,12 @@ class Compiled:
         self.lib.run(ctypes.byref(self.batch), addresses, len(layers), hidden_RC.data_ptr())
         return hidden_RC
 
-    def logits(self, hidden_NC: Tensor, norm_C: Tensor, head: PackedMatrix) -> Tensor:
+    def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: PackedMatrix) -> Tensor:
         logits_NV = torch.empty(len(hidden_NC), head.address.out)
         normed_NC = torch.empty_like(hidden_NC)
         self.lib.logits(
             hidden_NC.data_ptr(),
-            norm_C.data_ptr(),
+            _address(norm_C),
             self.config.norm_eps,
             ctypes.byref(head.address),
             normed_NC.data_ptr(),

@@ -15,6 +15,7 @@ from forerun.models.architecture import DecoderConfig
 from forerun.models.cache import KVStore
 from forerun.models.invariance import Invariance, check_finite, measure, short_pass
 from forerun.models.layers import Layer, Matrix, make_backend
+from forerun.models.norm import rms_norm
 from forerun.models.packing import pack
 from forerun.models.rope import Rope
 from forerun.models.target import Forward, Segment, TargetInfo
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """A `Target` with fused weights. Loading takes every tensor of `weights` or fails.
+    """An `OpenTarget` with fused weights. Loading takes every tensor of `weights` or fails.
 
     Raises `CheckpointError` when a tensor is missing, wrong or left over, or the logits are not
     finite.
@@ -80,7 +81,7 @@ class Decoder:
         """See `Target.forward`. Taps other than those of the layers run are not available."""
         packed = pack(segments)
         self.backend.begin(packed, store)
-        hidden_RC = self._embed(self._padded(packed.tokens))
+        hidden_RC = self.embed(torch.tensor(self._padded(packed.tokens), device=self.device))
         run = list(range(self.config.layers) if layers is None else layers)
         tapped: dict[int, Tensor] = {}
         for stop in sorted({*taps, self.config.layers}):
@@ -93,16 +94,26 @@ class Decoder:
         taps_RTD = torch.stack([tapped[stop] for stop in taps], 1) if taps else None
         return Forward(self._logits(hidden_RC, packed.wanted), taps_RTD)
 
+    def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
+        """See `OpenTarget.embed`."""
+        hidden_NC = self.embedding_VC[tokens_N]
+        if self.config.embedding_scale == 1 or not scaled:
+            return hidden_NC
+        # The published Gemma code rounds the scale to the type of the embedding.
+        return hidden_NC * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
+
+    def final_norm(self, hidden_NC: Tensor) -> Tensor:
+        """See `OpenTarget.final_norm`."""
+        return rms_norm(hidden_NC, self.final_norm_C, self.config.norm_eps)
+
+    def head_logits(self, normed_NC: Tensor) -> Tensor:
+        """See `OpenTarget.head_logits`."""
+        states_NC = normed_NC.to(self.dtype).contiguous()
+        return self._capped(self.backend.logits(states_NC, None, self.head))
+
     def _padded(self, rows: Sequence[int]) -> list[int]:
         """The rows, and repetitions of the last one up to the next multiple."""
         return [*rows, *[rows[-1]] * (-len(rows) % self.row_multiple)]
-
-    def _embed(self, tokens: list[int]) -> Tensor:
-        hidden_RC = self.embedding_VC[torch.tensor(tokens, device=self.device)]
-        if self.config.embedding_scale == 1:
-            return hidden_RC
-        # The published Gemma code rounds the scale to the type of the embedding.
-        return hidden_RC * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
 
     def _logits(self, hidden_RC: Tensor, wanted: list[int]) -> Tensor:
         if not wanted:
@@ -111,6 +122,9 @@ class Decoder:
         if rows != list(range(len(hidden_RC))):
             hidden_RC = hidden_RC[torch.tensor(rows, device=self.device)]
         logits_NV = self.backend.logits(hidden_RC, self.final_norm_C, self.head)[: len(wanted)]
+        return self._capped(logits_NV)
+
+    def _capped(self, logits_NV: Tensor) -> Tensor:
         cap = self.config.logit_softcap
         return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
 

@@ -16,6 +16,7 @@ from forerun.models.architecture import DecoderConfig
 from forerun.models.configs import ARCHITECTURES, decoder_config, gguf_config, text_config
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.hub import locate, read_config
+from forerun.models.target import TargetInfo
 from forerun.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
 from forerun.models.weights import folder_weights
 
@@ -42,6 +43,30 @@ def describe(model: str) -> Facts:
         raise ModelError(f"{model} is not here yet; run: forerun models pull {model}")
     path = locate(model)
     return {"path": str(path), **(_gguf(path) if path.is_file() else _folder(path))}
+
+
+def target_info(model: str) -> TargetInfo:
+    """What a draft must fit, of a model that is not loaded.
+
+    Raises `ModelError` when it cannot be found or does not say its sizes.
+    """
+    facts = describe(model)
+    sizes = {fact: facts.get(fact) for fact in ("layers", "hidden_size", "vocab_size", "context")}
+    for fact, size in sizes.items():
+        if not isinstance(size, int):
+            raise ModelError(f"{model} does not say its {fact}; is it the folder of a model?")
+    return TargetInfo(
+        name=model,
+        architecture=str(facts["architecture"]),
+        vocab_size=facts["vocab_size"],
+        hidden_size=facts["hidden_size"],
+        layers=facts["layers"],
+        max_length=facts["context"],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        row_invariant=False,
+        tree_invariant=False,
+    )
 
 
 def _gguf(path: Path) -> Facts:

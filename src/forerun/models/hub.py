@@ -31,6 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 END_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")  # in the vocabularies of chat models
 HUB_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+_MEDUSA = "medusa_head."  # heads in the folder of the model that they were trained with
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal")
 
 
@@ -91,7 +92,7 @@ def _snapshot(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        for weights in ("*.safetensors", "pytorch_model*.bin"):
+        for weights in ("*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt"):
             folder = Path(snapshot_download(model, allow_patterns=[*HUB_FILES, weights]))
             if any(folder.glob(weights)):
                 break
@@ -124,6 +125,12 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device
         from forerun.models.transformers_target import TransformersTarget
 
         target = TransformersTarget.load(path, dtype, device, name)
+    if "medusa_num_heads" in config:
+        print(
+            f"{name} was trained together with the Medusa heads beside it: "
+            f"medusa:{name} drafts for it, and for no other model",
+            file=sys.stderr,
+        )
     return LoadedModel(
         name, target, tokenizer, _stop_ids(_published_stops(path, config), tokenizer)
     )
@@ -141,6 +148,8 @@ def _renaming(config: Mapping[str, Any], tied: bool) -> Callable[[str], str | No
     """Published tensor names -> those of a plain language model; None for what is not loaded."""
 
     def rename(name: str) -> str | None:
+        if name.startswith(_MEDUSA):
+            return None
         if tied and name.endswith("lm_head.weight"):
             return None  # some checkpoints store the embedding twice
         if config["model_type"] != "gemma3":

@@ -66,8 +66,8 @@ class Backend(Protocol):
         """
         ...
 
-    def logits(self, hidden_NC: Tensor, norm_C: Tensor, head: Matrix) -> Tensor:
-        """Final norm and head: [N, V], float32."""
+    def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: Matrix) -> Tensor:
+        """Final norm, unless it is None, and head: [N, V], float32."""
         ...
 
 

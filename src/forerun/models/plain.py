@@ -17,6 +17,7 @@ from forerun.models.architecture import DecoderConfig
 from forerun.models.cache import KVStore
 from forerun.models.layers import Layer
 from forerun.models.linear import Linear
+from forerun.models.norm import normed
 from forerun.models.packing import Packed
 from forerun.models.rope import Rope
 
@@ -49,8 +50,8 @@ class Plain:
             hidden_RC = self._mlp_half(layer, hidden_RC)
         return hidden_RC
 
-    def logits(self, hidden_NC: Tensor, norm_C: Tensor, head: Linear) -> Tensor:
-        return head(self._norm(hidden_NC, norm_C)).float()
+    def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: Linear) -> Tensor:
+        return head(hidden_NC if norm_C is None else self._norm(hidden_NC, norm_C)).float()
 
     def _attend_half(self, layer: Layer, x_RC: Tensor) -> Tensor:
         y_RC = self._attention(layer, layer.qkv(self._norm(x_RC, layer.before_attention_C)))
@@ -66,9 +67,7 @@ class Plain:
         return self._norm(linear(y_RC), norm_C, residual_RC=x_RC)
 
     def _norm(self, x_RC: Tensor, weight_C: Tensor, residual_RC: Tensor | None = None) -> Tensor:
-        x32_RC = x_RC.float()
-        rms = (x32_RC.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()
-        y_RC = x32_RC * rms * weight_C
+        y_RC = normed(x_RC, weight_C, self.config.norm_eps)
         return (y_RC if residual_RC is None else y_RC + residual_RC).to(x_RC.dtype)
 
     def _attention(self, layer: Layer, qkv_RC: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from forerun.errors import ConfigError
 from forerun.models.cache import KVStore, Span
 
 
@@ -79,3 +80,30 @@ class Target(Protocol):
         layers: run only these (ascending); None runs all.
         """
         ...
+
+
+@runtime_checkable
+class OpenTarget(Target, Protocol):
+    """A target that lends its two ends to drafters built on its hidden states. C hidden size."""
+
+    def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
+        """What the first layer is fed, [N, C]; without the embedding scale if not `scaled`."""
+        ...
+
+    def final_norm(self, hidden_NC: Tensor) -> Tensor:
+        """From the output of the last layer (boundary `layers`) to what the head reads."""
+        ...
+
+    def head_logits(self, normed_NC: Tensor) -> Tensor:
+        """float32 logits [N, V] of states behind the final norm."""
+        ...
+
+
+def opened(target: Target, drafter: str) -> OpenTarget:
+    """The same target; raises `ConfigError` if it does not lend what `drafter` builds on."""
+    if not isinstance(target, OpenTarget):
+        raise ConfigError(
+            f"the {drafter} draft reads inside the model, which {target.info.name} does not allow "
+            "because it runs through transformers; choose ngram or suffix"
+        )
+    return target

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,16 @@ class Entry:
     """One tensor that has not been read yet."""
 
     shape: tuple[int, ...]
-    read: Callable[[torch.dtype], Tensor]
+    read: Callable[[torch.dtype | None], Tensor]  # None: as it is stored
 
 
 class Weights:
-    """Tensors that are read when they are taken, one at a time, in the type asked for."""
+    """Tensors that are read when they are taken, one at a time, in the type asked for.
 
-    def __init__(self, entries: dict[str, Entry], origin: str, dtype: torch.dtype) -> None:
+    dtype: None leaves each in the type it is stored in.
+    """
+
+    def __init__(self, entries: dict[str, Entry], origin: str, dtype: torch.dtype | None) -> None:
         self.entries = entries
         self.origin = origin  # the file or folder, for messages
         self.dtype = dtype
@@ -47,8 +50,8 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`, which must have this shape.
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, which must have this shape. dtype: where it is not that of the others.
 
         Raises `CheckpointError` when it is missing or has another one.
         """
@@ -64,7 +67,7 @@ class Weights:
                 f"{list(shape)}; use the config.json that belongs to these weights"
             )
         self.taken.add(name)
-        return entry.read(self.dtype)
+        return entry.read(dtype or self.dtype)
 
     def finish(self) -> None:
         """All that was needed was taken. Raises `CheckpointError` naming what is left over."""
@@ -77,16 +80,23 @@ class Weights:
             )
 
 
+NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
 def folder_weights(
-    folder: Path, dtype: torch.dtype, rename: Callable[[str], str | None] = str
+    folder: Path,
+    dtype: torch.dtype | None,
+    rename: Callable[[str], str | None] = str,
+    names: Sequence[str] = NAMES,
 ) -> Weights:
     """The weights of a folder: safetensors, single or sharded, else pytorch_model.bin.
 
     rename: the name of a tensor in the folder -> its name here; None drops it.
+    names: of the file, the first that exists is read.
     Raises `CheckpointError` when there are none, a shard is missing or a file is broken.
     """
     entries: dict[str, Entry] = {}
-    for path in _files(folder):
+    for path in _files(folder, names):
         read = _safetensors if path.suffix == ".safetensors" else _pickled
         for name, entry in read(path).items():
             if (renamed := rename(name)) is not None:
@@ -94,8 +104,8 @@ def folder_weights(
     return Weights(entries, str(folder), dtype)
 
 
-def _files(folder: Path) -> list[Path]:
-    for single in ("model.safetensors", "pytorch_model.bin"):
+def _files(folder: Path, names: Sequence[str]) -> list[Path]:
+    for single in names:
         index = folder / f"{single}.index.json"
         if index.exists():
             return _shards(index)
@@ -155,8 +165,10 @@ def _loaded(tensor: Tensor, path: Path, name: str) -> Entry:
     return Entry(tuple(tensor.shape), lambda dtype: _converted(tensor, dtype, path, name))
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype, path: Path, name: str) -> Tensor:
-    if tensor.dtype not in FLOATS:
+def _converted(tensor: Tensor, dtype: torch.dtype | None, path: Path, name: str) -> Tensor:
+    if dtype is None:
+        return tensor
+    if dtype.is_floating_point and tensor.dtype not in FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(
             f"{path}: '{name}' is stored as {kind}, which means nothing without its scale; take "
@@ -192,8 +204,9 @@ _GGUF_GEMMA = _GGUF_BLOCK | {
 ROPE_FACTORS = "rope_freqs.weight"  # read with the metadata, see configs.py
 
 
-def gguf_weights(file: GGUFFile, dtype: torch.dtype) -> Weights:
-    """The weights of a GGUF file, under their Hugging Face names and in their layout."""
+def gguf_weights(file: GGUFFile, dtype: torch.dtype | None) -> Weights:
+    """The weights of a GGUF file, under their Hugging Face names and in their layout; as float32
+    where `dtype` is None."""
     architecture = file.metadata["general.architecture"]
     entries = {}
     for name, tensor in file.tensors.items():
@@ -207,10 +220,10 @@ def gguf_weights(file: GGUFFile, dtype: torch.dtype) -> Weights:
 
 def _gguf_reader(
     file: GGUFFile, name: str, convert: Callable[[Tensor], Tensor] | None
-) -> Callable[[torch.dtype], Tensor]:
+) -> Callable[[torch.dtype | None], Tensor]:
     if convert is None:
-        return lambda dtype: file.read(name, dtype)
-    return lambda dtype: convert(file.read(name, torch.float32)).to(dtype)
+        return lambda dtype: file.read(name, dtype or torch.float32)
+    return lambda dtype: convert(file.read(name, torch.float32)).to(dtype or torch.float32)
 
 
 def _published_name(name: str, architecture: str) -> str:

@@ -677,12 +677,13 @@ void run(const Pass *pass, const Layer *const layers[], int32_t count, void *hid
     for (int32_t i = 0; i < count; i++) run_layer(pass, layers[i], hidden);
 }
 
-/* logits [rows, head->out] in float32 from the final norm and head; normed is scratch like x. */
+/* logits [rows, head->out] in float32 from the final norm, unless it is null, and head; normed is
+   scratch like x. */
 void logits(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
             float *out, int32_t rows, int32_t bf16) {
 #pragma omp parallel if ((int64_t)rows * head->in * head->out > 50000)
     {
-        rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
-        product(head, normed, NULL, out, rows, bf16, 0);
+        if (norm) rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
+        product(head, norm ? normed : x, NULL, out, rows, bf16, 0);
     }
 }

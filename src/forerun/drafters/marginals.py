@@ -1,0 +1,88 @@
+"""Drafts from marginals: each place ahead has a law of its own, which knows no drafted token.
+
+Medusa heads and DFlash blocks propose so. The tokens of a place do not depend on the path to it,
+so the best tree is found without asking the network again.
+
+B requests, D places ahead, U draft vocabulary, K candidates per place.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forerun.core import Draft, Request
+from forerun.drafters import ranking
+from forerun.sampling import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest tokens of each place, best first, and the belief in each; 0: not possible."""
+
+    tokens: Sequence[Sequence[int]]
+    beliefs: Sequence[Sequence[float]]
+
+
+def candidates(
+    requests: Sequence[Request],
+    logits_BDU: Tensor,
+    top_k: int,
+    ids_U: Tensor | None,
+    vocab_size: int,
+) -> list[Candidates]:
+    """What each request could go on with. Penalties see the likeliest path.
+
+    ids_U: ids of the draft's tokens where they are not those of the target, which has `vocab_size`.
+    """
+    tokens: list[list[list[int]]] = [[] for _ in requests]
+    beliefs: list[list[list[float]]] = [[] for _ in requests]
+    for logits_BU in logits_BDU.unbind(1):
+        places = [
+            Place(request, [ranked[0] for ranked in path])
+            for request, path in zip(requests, tokens, strict=True)
+        ]
+        ids_BK, beliefs_BK = ranking.rank(logits_BU, places, top_k, ids_U, vocab_size)
+        for path, ids in zip(tokens, ids_BK.tolist(), strict=True):
+            path.append(ids)
+        for path_beliefs, chances in zip(beliefs, beliefs_BK.tolist(), strict=True):
+            path_beliefs.append(chances)
+    return [Candidates(*each) for each in zip(tokens, beliefs, strict=True)]
+
+
+def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) -> Draft:
+    """The `nodes` likeliest prefixes: no tree of that size has a larger sum of path probabilities,
+    which is the expected number of accepted tokens.
+
+    Beliefs must not grow along the ranks of a place: a path is then at most as likely as its parent
+    and its left sibling, so a heap of open nodes yields them in order; one that is taken opens its
+    next sibling and its first child (Cai et al. 2024, section 2.3.3; DDTree, arXiv 2604.12989).
+    `survival` holds the belief in each node given its parent. ends: tokens after which nothing
+    follows.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    beliefs: list[float] = []
+    # (minus path probability, parent, place, rank, probability of the parent's path)
+    heap: list[tuple[float, int, int, int, float]] = []
+
+    def offer(parent: int, place: int, rank: int, reached: float) -> None:
+        if place < len(candidates.tokens) and rank < len(candidates.tokens[place]):
+            chance = reached * candidates.beliefs[place][rank]
+            if chance > 0:
+                heapq.heappush(heap, (-chance, parent, place, rank, reached))
+
+    offer(-1, 0, 0, 1.0)
+    while heap and len(tokens) < nodes:
+        negative, parent, place, rank, reached = heapq.heappop(heap)
+        token = candidates.tokens[place][rank]
+        tokens.append(token)
+        parents.append(parent)
+        beliefs.append(candidates.beliefs[place][rank])
+        offer(parent, place, rank + 1, reached)
+        if token not in ends:
+            offer(len(tokens) - 1, place + 1, 0, -negative)
+    return Draft(tokens, parents, beliefs)

@@ -1,0 +1,1 @@
+"""Published checkpoints of trained drafters, in and out."""

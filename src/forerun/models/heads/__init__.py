@@ -1,0 +1,1 @@
+"""The networks of trained drafters: plain PyTorch modules, the same for drafting and training."""
