@@ -26,7 +26,8 @@ Model = Annotated[
 Draft = Annotated[
     str | None,
     option(
-        "Who guesses ahead: none, ngram, suffix, model:ID, skip:N; options as ngram:max=4,k=8; "
+        "Who guesses ahead: none, ngram, suffix, model:ID, skip:N, medusa:DIR, eagle:DIR, "
+        "eagle3:DIR, dflash:DIR; options as ngram:max=4,k=8; "
         f"a+b asks b where a has nothing. [default: {DEFAULT_DRAFT}]",
         metavar="SPEC",
     ),
@@ -71,11 +72,9 @@ def draft_spec(draft: str | None, speculative_config: str | None) -> str:
 
 def check_draft(spec: str) -> None:
     """Refuse unknown drafters and options before a model is loaded; this imports torch."""
-    from forerun.drafters import _kind, _options
-    from forerun.drafters.spec import parse
+    from forerun.drafters import check
 
-    for part in parse(spec):
-        _options(_kind(part), part)
+    check(spec)
 
 
 def sampling(**values: Any) -> SamplingParams:

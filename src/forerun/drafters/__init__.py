@@ -15,7 +15,7 @@ from forerun.drafters.spec import DrafterSpec, parse
 from forerun.drafters.suffix import Suffix
 from forerun.errors import ConfigError
 
-__all__ = ["DRAFTERS", "DraftContext", "Drafter", "make_drafter"]
+__all__ = ["DRAFTERS", "DraftContext", "Drafter", "check", "make_drafter"]
 
 DRAFTERS: dict[str, type[Drafter]] = {
     drafter.name: drafter
@@ -29,13 +29,19 @@ def make_drafter(spec: str, context: DraftContext) -> Drafter | None:
     Raises `ConfigError` for unknown drafters and options, for values that cannot be used and for
     drafters that do not fit the target.
     """
-    parts = parse(spec)
-    kinds = [_kind(part) for part in parts]
-    options = [_options(*each) for each in zip(kinds, parts, strict=True)]
-    drafters = [kind(given, context) for kind, given in zip(kinds, options, strict=True)]
+    drafters = [kind(options, context) for kind, options in check(spec)]
     if len(drafters) > 1:
         return Combined(drafters)
     return drafters[0] if drafters else None
+
+
+def check(spec: str) -> list[tuple[type[Drafter], Settings]]:
+    """The drafters that a draft spec names, with their options; needs no model.
+
+    Raises `ConfigError` for unknown drafters and options and for values that cannot be used.
+    """
+    kinds = [(_kind(part), part) for part in parse(spec)]
+    return [(kind, _options(kind, part)) for kind, part in kinds]
 
 
 def _kind(part: DrafterSpec) -> type[Drafter]:
