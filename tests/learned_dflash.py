@@ -76,13 +76,13 @@ class Trained:
     texts: list[list[int]]
 
 
-def learn(target: LoadedModel, anchor_first: bool, rounds: int = 60) -> Trained:
+def learn(target: LoadedModel, anchor_first: bool, rounds: int = 60, **numbers: Any) -> Trained:
     texts, _ = decode(target, "none", GREEDY, max_tokens=60)
     whole = [
         target.tokenizer.encode(prompt) + text for prompt, text in zip(PROMPTS, texts, strict=True)
     ]
     module = tiny_dflash_module(
-        target.target.info, taps=(1, 3), anchor_first=anchor_first, block_size=4
+        target.target.info, taps=(1, 3), anchor_first=anchor_first, block_size=4, **numbers
     )
     module.requires_grad_(True)
     batches = [_batch(target, module, tokens) for tokens in whole]
