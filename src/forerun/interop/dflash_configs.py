@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import CheckpointError, ConfigError
+from forerun.interop.layer_numbers import layer_numbers
 from forerun.models.configs import decoder_config
 from forerun.models.heads.dflash import DFlashConfig, LayerAttention, default_taps
 
@@ -172,17 +173,7 @@ def _layer_numbers(config: Config) -> dict[str, Any]:
     """The numbers of the layers, from a config in the spelling of transformers 4 or 5."""
     numbers = decoder_config(QWEN3_DEFAULTS | dict(config) | {"model_type": "qwen3"})
     return {
-        "vocab_size": numbers.vocab_size,
-        "hidden_size": numbers.hidden_size,
-        "intermediate_size": numbers.intermediate_size,
-        "layers": numbers.layers,
-        "heads": numbers.heads,
-        "kv_heads": numbers.kv_heads,
-        "head_dim": numbers.head_dim,
-        "max_length": numbers.max_length,
-        "norm_eps": numbers.norm_eps,
-        "rope_theta": numbers.rope_theta,
-        "rope_scaling": numbers.rope_scaling,
+        **layer_numbers(numbers),
         "attention_bias": numbers.qkv_bias,
     }
 

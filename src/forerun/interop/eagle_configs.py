@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import CheckpointError, ConfigError
+from forerun.interop.layer_numbers import layer_numbers
 from forerun.models.configs import decoder_config
 from forerun.models.heads.eagle import Eagle1Settings, Eagle3Settings, EagleSettings
 from forerun.models.weights import Weights
@@ -126,17 +127,7 @@ def _layer_numbers(config: Config, weights: Weights, folder: Path) -> dict[str, 
     biased = numbers.qkv_bias or f"{attention}q_proj.bias" in weights
     o_biased = numbers.o_bias or f"{attention}o_proj.bias" in weights
     return {
-        "vocab_size": numbers.vocab_size,
-        "hidden_size": numbers.hidden_size,
-        "intermediate_size": numbers.intermediate_size,
-        "layers": numbers.layers,
-        "heads": numbers.heads,
-        "kv_heads": numbers.kv_heads,
-        "head_dim": numbers.head_dim,
-        "max_length": numbers.max_length,
-        "norm_eps": numbers.norm_eps,
-        "rope_theta": numbers.rope_theta,
-        "rope_scaling": numbers.rope_scaling,
+        **layer_numbers(numbers),
         "sliding_window": numbers.sliding_window,
         "attention_bias": biased,
         "o_bias": None if o_biased == biased else o_biased,
