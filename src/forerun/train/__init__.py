@@ -1,0 +1,1 @@
+"""Training: prompts, the target's answers to them, and the networks that learn to draft them."""
