@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import ConfigError, ForerunError
 from forerun.models.tokenizer import Tokenizer
+from forerun.train.jsonl import read_records
 from forerun.train.turns import assistant_spans, prompt_key
 
 
@@ -38,7 +38,7 @@ def load(paths: Sequence[str | Path], tokenizer: Tokenizer, max_length: int) -> 
     found = [
         _example(record, tokenizer, max_length, place)
         for path in paths
-        for place, record in _records(Path(path))
+        for place, record in read_records(Path(path))
     ]
     if not found:
         names = ", ".join(map(str, paths))
@@ -68,21 +68,6 @@ def split(
 
 def _shuffle(key: str, seed: int) -> bytes:
     return hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=16).digest()
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the lines hold, each with its place as messages call it."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; give a JSONL file in UTF-8") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{path} line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} line {number} is not JSON: {error.msg}; mend it") from None
 
 
 def _example(record: Any, tokenizer: Tokenizer, max_length: int, place: str) -> Example:

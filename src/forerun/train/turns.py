@@ -7,8 +7,6 @@ around that turn, whatever the template does to the others.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,6 +14,7 @@ from typing import TypeAlias
 from forerun.errors import PromptError
 from forerun.models.chat_template import ChatTemplate
 from forerun.models.tokenizer import Tokenizer
+from forerun.train.seeds import digest
 
 Message: TypeAlias = Mapping[str, str]
 
@@ -105,8 +104,7 @@ def assistant_spans(
 def prompt_key(messages: Sequence[Message]) -> str:
     """Sixteen hex digits of what was asked first: all before the first assistant turn."""
     first = next(_assistant_turns(messages), len(messages))
-    asked = [[message["role"], message["content"]] for message in messages[:first]]
-    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=8).hexdigest()
+    return digest([[message["role"], message["content"]] for message in messages[:first]])
 
 
 def _assistant_turns(messages: Sequence[Message]) -> Iterator[int]:
