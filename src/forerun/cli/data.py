@@ -135,8 +135,10 @@ def answers(
     """
     if batch < 1 or concurrency < 1:
         raise ConfigError(f"--batch {batch} --concurrency {concurrency}: give numbers above 0")
-    params = [
-        options.sampling(temperature=each, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    params = [  # truncation says nothing about the likeliest token, and would make another question
+        options.sampling(
+            temperature=each, top_p=top_p if each else None, max_tokens=max_tokens, seed=seed
+        )
         for each in temperature
     ]
     spec = None if draft == NONE else options.draft_spec(draft, None)
