@@ -5,8 +5,9 @@ import torch
 
 from drafting import request
 from forerun import sampling
-from forerun.drafters.ranking import best, rank
+from forerun.drafters.ranking import rank
 from forerun.models import kernels
+from forerun.models.topk import best
 from forerun.sampling import Place
 
 VOCAB = 50

@@ -223,3 +223,19 @@ def test_products_and_norms_equal_torch(dtype: torch.dtype) -> None:
     norm_C = noise(96, seed=2)
     plain = Plain(CONFIG).norm(x_NI, norm_C)
     torch.testing.assert_close(backend.norm(x_NI, norm_C), plain, **precision)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_ranking_is_that_of_the_logits(dtype: torch.dtype, normed: bool) -> None:
+    """Scratch is kept between calls: of more rows, of fewer, of another head."""
+    backend = make("compiled", dtype)
+    norm_C = noise(HIDDEN, seed=3) if normed else None
+    for rows, size, top_k in ((3, 37, 4), (1, 300, 2), (9, 37, 1), (2, 300, 8)):
+        x_NC = noise(rows, HIDDEN, seed=rows).to(dtype)
+        head = backend.matrix(noise(size, HIDDEN, seed=1).to(dtype))
+        columns, shares = backend.rank(x_NC, norm_C, head, top_k)
+        top_NK, expected = backend.logits(x_NC, norm_C, head).softmax(-1).topk(top_k)
+        assert columns == expected.tolist()
+        torch.testing.assert_close(torch.tensor(shares), top_NK)

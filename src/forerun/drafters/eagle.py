@@ -235,11 +235,10 @@ class EagleDrafter(Drafter):
     def _extend(self, lanes: Sequence[Lane], hidden_NC: Tensor, plain: bool) -> list[int]:
         """Add what follows the frontiers, whose rows gave hidden_NC; per node of the next
         frontiers, the row that it follows."""
-        places = None if plain else [place for lane in lanes for place in _places(lane)]
-        ids_U = self._runner.ids_U
-        logits_NU = self._runner.logits(hidden_NC)
-        found = rank(logits_NU, places, self._top_k, ids_U, self._vocab_size)
-        tokens_NK, beliefs_NK = (part_NK.tolist() for part_NK in found)
+        if plain:
+            tokens_NK, beliefs_NK = self._runner.rank(hidden_NC, self._top_k)
+        else:
+            tokens_NK, beliefs_NK = self._rank(lanes, hidden_NC)
         origins: list[int] = []
         begin = 0
         for lane in lanes:
@@ -254,6 +253,16 @@ class EagleDrafter(Drafter):
             origins += [begin + origin for origin in growth.origins]
             begin = end
         return origins
+
+    def _rank(
+        self, lanes: Sequence[Lane], hidden_NC: Tensor
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """As the requests choose: with their noise, their edits."""
+        places = [place for lane in lanes for place in _places(lane)]
+        ids_U = self._runner.ids_U
+        logits_NU = self._runner.logits(hidden_NC)
+        tokens_NK, beliefs_NK = rank(logits_NU, places, self._top_k, ids_U, self._vocab_size)
+        return tokens_NK.tolist(), beliefs_NK.tolist()
 
     def _level(self, lanes: Sequence[Lane], hidden_NC: Tensor) -> Tensor:
         """Run the frontiers: what each node hands to its children, [N, C]."""

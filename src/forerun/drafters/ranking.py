@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from forerun import sampling
-from forerun.models import kernels
+from forerun.models.topk import best
 from forerun.sampling import Place
 
 
 def rank(
     logits_NU: Tensor,
-    places: Sequence[Place] | None,
+    places: Sequence[Place],
     top_k: int,
     ids_U: Tensor | None,
     vocab_size: int,
@@ -28,12 +28,11 @@ def rank(
     Where the target samples, it takes the largest log p + noise. The draft ranks by its own log q +
     the same noise, and believes in a token as far as it stands out among the others. Where the
     target is greedy both go without noise. Tokens that the law leaves out have belief 0.
-    places: neighbours with the same request must stand at the same position. None: all places are
-    greedy, without edits.
+    places: neighbours with the same request must stand at the same position.
     ids_U: ids of the draft's tokens where they are not those of the target, which has `vocab_size`.
     """
     top_k = min(top_k, logits_NU.shape[1])
-    if places is None or all(place.is_argmax for place in places):
+    if all(place.is_argmax for place in places):
         columns_NK, beliefs_NK = _best(logits_NU, top_k)
         return (columns_NK if ids_U is None else ids_U[columns_NK]), beliefs_NK
     parts = []
@@ -46,23 +45,6 @@ def rank(
     columns_NK = torch.cat([columns for columns, _ in parts])
     beliefs_NK = torch.cat([beliefs for _, beliefs in parts]).nan_to_num(0.0)  # all forbidden
     return (columns_NK if ids_U is None else ids_U[columns_NK]), beliefs_NK
-
-
-def best(scores_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Columns of the largest scores, best first, and the logs of their shares in a softmax.
-
-    float32. On processors with compiled kernels the lowest column comes first in a tie.
-    """
-    lib = kernels.library() if scores_NC.device.type == "cpu" else None
-    if lib is None or scores_NC.dtype is not torch.float32:
-        top_NK, columns_NK = scores_NC.topk(top_k)
-        return columns_NK, top_NK - scores_NC.logsumexp(-1, keepdim=True)
-    rows, size = scores_NC.shape
-    scores_NC = scores_NC.contiguous()
-    columns_NK = torch.empty(rows, top_k, dtype=torch.int64)
-    logs_NK = torch.empty(rows, top_k)
-    lib.best(scores_NC.data_ptr(), rows, size, top_k, columns_NK.data_ptr(), logs_NK.data_ptr())
-    return columns_NK, logs_NK
 
 
 def _best(scores_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ class Compiled:
         self.rows = self.nodes = 0  # that the scratch tensors have room for
         # Of the last pass, and weak: a model outlives its stores, which are large.
         self.store: Callable[[], KVStore | None] = lambda: None
+        self.ranking: _Ranking | None = None
         self.positions = 0  # that the rotary tables of `addresses` cover
         self.addresses: dict[int, kernels.Layer] = {}  # per layer, for `store` and `positions`
 
@@ -136,6 +137,31 @@ class Compiled:
         )
         return logits_NV[:, : head.outputs].contiguous()
 
+    def rank(
+        self, hidden_NC: Tensor, norm_C: Tensor | None, head: PackedMatrix, top_k: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        rows, (inputs, outputs) = len(hidden_NC), (head.address.in_, head.address.out)
+        if self.ranking is None or not self.ranking.fits(rows, inputs, outputs, top_k):
+            self.ranking = _Ranking(rows, inputs, outputs, top_k)
+        scratch = self.ranking
+        self.lib.rank(
+            hidden_NC.data_ptr(),
+            _address(norm_C),
+            self.config.norm_eps,
+            ctypes.byref(head.address),
+            scratch.normed.data_ptr(),
+            scratch.scores.data_ptr(),
+            rows,
+            self.bf16,
+            head.outputs,
+            top_k,
+            scratch.columns,
+            scratch.shares,
+        )
+        columns, shares = scratch.columns[: rows * top_k], scratch.shares[: rows * top_k]
+        begins = range(0, rows * top_k, top_k)
+        return [columns[i : i + top_k] for i in begins], [shares[i : i + top_k] for i in begins]
+
     def _grow(self, rows: int, nodes: int) -> None:
         c = self.config
         rows, nodes = max(rows, self.rows), max(nodes, self.nodes)
@@ -194,6 +220,23 @@ class Compiled:
             _address(layer.after_mlp_C),
             _address(layer.beside_C),
             layer.normed_residual,
+        )
+
+
+class _Ranking:
+    """Scratch of `rank`: fresh tensors would cost more than the ranking."""
+
+    def __init__(self, rows: int, inputs: int, outputs: int, top_k: int) -> None:
+        self.normed = torch.empty(rows * inputs)
+        self.scores = torch.empty(rows * outputs)
+        self.columns = (ctypes.c_int64 * (rows * top_k))()
+        self.shares = (ctypes.c_float * (rows * top_k))()
+
+    def fits(self, rows: int, inputs: int, outputs: int, top_k: int) -> bool:
+        return (
+            rows * inputs <= len(self.normed)
+            and rows * outputs <= len(self.scores)
+            and rows * top_k <= len(self.columns)
         )
 
 

@@ -91,6 +91,13 @@ class Backend(Protocol):
         """Final norm, unless it is None, and head: [N, V], float32."""
         ...
 
+    def rank(
+        self, hidden_NC: Tensor, norm_C: Tensor | None, head: Matrix, top_k: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The columns of the `top_k` largest logits of each row, best first, and their shares in a
+        softmax over all."""
+        ...
+
 
 def make_backend(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device, *widths: int

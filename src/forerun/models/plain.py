@@ -21,6 +21,7 @@ from forerun.models.linear import Linear
 from forerun.models.norm import normed
 from forerun.models.packing import Packed
 from forerun.models.rope import Rope
+from forerun.models.topk import best
 
 
 class Plain:
@@ -65,6 +66,12 @@ class Plain:
 
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: Linear) -> Tensor:
         return head(hidden_NC if norm_C is None else self._norm(hidden_NC, norm_C)).float()
+
+    def rank(
+        self, hidden_NC: Tensor, norm_C: Tensor | None, head: Linear, top_k: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        columns_NK, logs_NK = best(self.logits(hidden_NC, norm_C, head), top_k)
+        return columns_NK.tolist(), logs_NK.exp().tolist()
 
     def _attend_half(self, layer: Layer, x_RC: Tensor, beside_RC: Tensor | None) -> Tensor:
         read_RX = x_RC

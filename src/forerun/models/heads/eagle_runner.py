@@ -25,6 +25,7 @@ from forerun.models.layers import Backend, Layer
 from forerun.models.packing import Packed
 from forerun.models.rope import Rope
 from forerun.models.target import OpenTarget
+from forerun.models.topk import best
 
 
 class EagleRunner:
@@ -46,6 +47,7 @@ class EagleRunner:
         self.ids_U: Tensor | None = None
         if network.d2t is not None:
             self.ids_U = network.target_ids(torch.arange(len(network.d2t), device=device))
+        self._ids: list[int] | None = None if self.ids_U is None else self.ids_U.tolist()
         own = network.embed_tokens
         self._embedding_VC = None if own is None else own.weight.data
         self._head = None if network.lm_head is None else fused(backend, network.lm_head)
@@ -93,6 +95,18 @@ class EagleRunner:
         if norm_C is not None:
             hidden_NC = self._backend.norm(hidden_NC, norm_C)
         return self._target.head_logits(hidden_NC)
+
+    def rank(self, hidden_NC: Tensor, top_k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The target's ids of the `top_k` likeliest tokens behind rows that gave these states, best
+        first, and how likely they are."""
+        if self._head is None:
+            columns_NK, logs_NK = best(self.logits(hidden_NC), top_k)
+            return columns_NK.tolist(), logs_NK.exp().tolist()
+        norm_C = None if self._norm_output else self._last_norm_C
+        columns, shares = self._backend.rank(hidden_NC, norm_C, self._head, top_k)
+        if (ids := self._ids) is not None:
+            columns = [[ids[column] for column in row] for row in columns]
+        return columns, shares
 
     def _embed(self, tokens_R: Tensor) -> Tensor:
         if self._embedding_VC is None:

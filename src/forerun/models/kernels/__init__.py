@@ -167,6 +167,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.norm.argtypes = (pointer, pointer, real, pointer, int32, int32, int32)
     lib.best.argtypes = (pointer, int32, int32, int32, pointer, pointer)
     lib.logits.argtypes = (pointer, pointer, real, pointer, pointer, pointer, int32, int32)
-    for name in ("prepare", "run", "append", "linear", "norm", "logits", "best"):
+    lib.rank.argtypes = (*lib.logits.argtypes, int32, int32, pointer, pointer)
+    for name in ("prepare", "run", "append", "linear", "norm", "logits", "best", "rank"):
         getattr(lib, name).restype = None
     return lib

@@ -837,3 +837,21 @@ void best(const float *scores, int32_t rows, int32_t size, int32_t count, int64_
         best_of_row(scores + (int64_t)r * size, size, count, columns + (int64_t)r * count,
                     logs + (int64_t)r * count);
 }
+
+/* From states x to the best of their logits: `logits`, then `best` with shares instead of logs.
+ * scores is scratch, [rows, head->out], of which `size` are no padding. */
+void rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
+          float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
+          float *shares) {
+#pragma omp parallel if ((int64_t)rows * head->in * head->out > WORTH_A_TEAM)
+    {
+        if (norm) rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
+        product(head, norm ? normed : x, NULL, scores, rows, bf16, 0);
+#pragma omp for schedule(static)
+        for (int32_t r = 0; r < rows; r++) {
+            float *own = shares + (int64_t)r * count;
+            best_of_row(scores + (int64_t)r * head->out, size, count, columns + (int64_t)r * count, own);
+            for (int32_t i = 0; i < count; i++) own[i] = expf(own[i]);
+        }
+    }
+}
