@@ -44,6 +44,7 @@ class Compiled:
         self.ranking: _Ranking | None = None
         self.positions = 0  # that the rotary tables of `addresses` cover
         self.addresses: dict[int, kernels.Layer] = {}  # per layer, for `store` and `positions`
+        self.runs: dict[tuple[int, ...], ctypes.Array[Any]] = {}  # addresses of layers run together
 
     def matrix(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> PackedMatrix:
         inputs = weight_OI.shape[1]
@@ -61,6 +62,7 @@ class Compiled:
     def begin(self, packed: Packed, store: KVStore) -> None:
         if store is not self.store() or packed.positions > self.positions:
             self.addresses.clear()
+            self.runs.clear()
             self.store, self.positions = weakref.ref(store), 2 * packed.positions
         nodes = len(packed.parent_N)
         if packed.rows > self.rows or nodes > self.nodes:
@@ -175,9 +177,13 @@ class Compiled:
         self.wide = torch.empty(rows * wide, dtype=self.dtype)
 
     def _addresses(self, layers: Sequence[Layer]) -> ctypes.Array[Any]:
-        return (ctypes.POINTER(kernels.Layer) * len(layers))(
-            *(ctypes.pointer(self._address_of(layer)) for layer in layers)
-        )
+        indices = tuple([layer.index for layer in layers])
+        known = self.runs.get(indices)
+        if known is None:
+            pointers = [ctypes.pointer(self._address_of(layer)) for layer in layers]
+            known = (ctypes.POINTER(kernels.Layer) * len(layers))(*pointers)
+            self.runs[indices] = known
+        return known
 
     def _address_of(self, layer: Layer) -> kernels.Layer:
         known = self.addresses.get(layer.index)
