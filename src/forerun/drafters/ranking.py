@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from forerun import sampling
+from forerun.models.topk import best
 from forerun.sampling import Place
 
 
 def rank(
-    logits_NU: Tensor, places: Sequence[Place], top_k: int, ids_U: Tensor | None, vocab_size: int
+    logits_NU: Tensor,
+    places: Sequence[Place],
+    top_k: int,
+    ids_U: Tensor | None,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The best tokens of each row, best first, and the belief in each, [N, K].
 
@@ -44,8 +49,8 @@ def rank(
 
 def _best(scores_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest scores; beliefs are their share in a softmax."""
-    top_NK, columns_NK = scores_NC.topk(top_k)
-    return columns_NK, (top_NK - scores_NC.logsumexp(-1, keepdim=True)).exp()
+    columns_NK, logs_NK = best(scores_NC, top_k)
+    return columns_NK, logs_NK.exp()
 
 
 def _rank_alike(

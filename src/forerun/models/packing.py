@@ -1,4 +1,8 @@
-"""Rows of many sequences side by side in one pass."""
+"""Rows of many sequences side by side in one pass.
+
+slots of a segment   0 ....... length | length + 0, length + 1, ...
+what they hold       committed        | nodes: rows of earlier passes, then those of this one
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.models.cache import Span
 from forerun.models.target import Segment
 
 
@@ -14,8 +19,9 @@ class Packed:
     """The rows of a pass, segment after segment; arrays of int32.
 
     base_S, length_S: first slot and committed slots of each segment's span.
-    first_S1: first row of each segment, and the number of rows.
-    parent_R: per row, the row of its own segment that it follows; -1: the committed prefix.
+    first_S1, node_S1: first row and first node of each segment, and the number of all. The nodes of
+    a segment lie in the slots behind its committed ones; the last of them are its rows.
+    parent_N: per node, the node of its own segment that it follows; -1: the committed prefix.
     wanted: the rows that get logits.
     """
 
@@ -23,7 +29,8 @@ class Packed:
     base_S: array[int]
     length_S: array[int]
     first_S1: array[int]
-    parent_R: array[int]
+    node_S1: array[int]
+    parent_N: array[int]
     wanted: list[int]
 
     @property
@@ -33,7 +40,7 @@ class Packed:
     @property
     def positions(self) -> int:
         """An upper bound on the positions in use."""
-        starts = zip(self.length_S, self.first_S1[1:], self.first_S1, strict=False)
+        starts = zip(self.length_S, self.node_S1[1:], self.node_S1, strict=False)
         return max(length + end - begin for length, end, begin in starts)
 
 
@@ -55,6 +62,29 @@ def pack(segments: Sequence[Segment]) -> Packed:
         array("i", [segment.span.base for segment in segments]),
         array("i", [segment.span.length for segment in segments]),
         first,
+        first,
         parents,
         wanted,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The nodes behind the committed slots of a span, of which the last `rows` are run."""
+
+    span: Span
+    parents: Sequence[int]
+    rows: int
+
+
+def pack_parts(tokens: list[int], parts: Sequence[Part]) -> Packed:
+    """The same for passes that go on from earlier ones. tokens: of the rows."""
+    first, node, parents = array("i", [0]), array("i", [0]), array("i")
+    for part in parts:
+        assert 0 < part.rows <= len(part.parents) <= part.span.capacity - part.span.length
+        parents.extend(part.parents)
+        first.append(first[-1] + part.rows)
+        node.append(len(parents))
+    base = array("i", [part.span.base for part in parts])
+    length = array("i", [part.span.length for part in parts])
+    return Packed(tokens, base, length, first, node, parents, [])
