@@ -25,7 +25,6 @@ from forerun.drafters.calibration import Calibration
 from forerun.drafters.dflash_check import self_check
 from forerun.drafters.draft_cache import DraftCache, SideBySide
 from forerun.drafters.marginals import Candidates, best_tree, candidates
-from forerun.drafters.tree import depth_first
 from forerun.errors import ConfigError
 from forerun.interop import dflash as checkpoint
 from forerun.models.heads.dflash import DFlash, LayerAttention
@@ -255,6 +254,6 @@ class DFlashDrafter(Drafter):
         return self._target.embed(tokens_N, scaled=False)
 
     def _draft(self, request: Request, found: Candidates, budget: int) -> Draft:
-        tree = depth_first(best_tree(found, min(budget, self._nodes), request.stop_ids))
+        tree = best_tree(found, min(budget, self._nodes), request.stop_ids)
         # Until here, survival stands for the belief in a node given its parent.
         return self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)

@@ -22,7 +22,6 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.marginals import Candidates, best_tree, candidates
 from forerun.drafters.static_tree import StaticTree
-from forerun.drafters.tree import depth_first
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
 from forerun.models.hub import locate
@@ -131,6 +130,6 @@ class Medusa(Drafter):
         if self._tree:
             tree = self._tree.fill(ranked, budget, request.stop_ids)
         else:
-            tree = depth_first(best_tree(ranked, min(budget, self._nodes), request.stop_ids))
+            tree = best_tree(ranked, min(budget, self._nodes), request.stop_ids)
         # Until here, survival stands for the belief in a node given its parent.
         return self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)
