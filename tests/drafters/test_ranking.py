@@ -5,7 +5,8 @@ import torch
 
 from drafting import request
 from forerun import sampling
-from forerun.drafters.ranking import rank
+from forerun.drafters.ranking import best, rank
+from forerun.models import kernels
 from forerun.sampling import Place
 
 VOCAB = 50
@@ -87,3 +88,26 @@ def test_mixed_batches_are_ranked_as_each_alone() -> None:
     second = rank(LOGITS[3:], sampled[3:], 3, None, VOCAB)
     assert torch.equal(tokens, torch.cat([first[0], second[0]]))
     assert torch.allclose(beliefs, torch.cat([first[1], second[1]]))
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+@pytest.mark.parametrize("size", [1, 15, 16, 63, 64, 65, 200, 1000, 8192])
+def test_the_compiled_ranking_is_that_of_torch(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows, top_k in ((1, 1), (5, min(4, size)), (20, min(16, size)), (3, min(90, size))):
+        scores = 8 * torch.randn(rows, size, generator=NOISE)
+        scores[0, size // 2 :] = -torch.inf if size > 1 else 0.0
+        scores[-1] = scores[-1].sort().values  # every chunk is better than those before
+        columns, logs = best(scores, top_k)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "library", lambda: None)
+            expected_columns, expected_logs = best(scores, top_k)
+        there = expected_logs > -torch.inf
+        assert torch.equal(columns[there], expected_columns[there])
+        torch.testing.assert_close(logs, expected_logs)
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+def test_the_lowest_token_wins_a_tie() -> None:
+    scores = torch.zeros(1, 300)
+    scores[0, [70, 140, 299]] = 1.0
+    assert best(scores, 5)[0].tolist() == [[70, 140, 299, 0, 1]]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun import sampling
+from forerun.models import kernels
 from forerun.sampling import Place
 
 
@@ -42,10 +43,27 @@ def rank(
     return (columns_NK if ids_U is None else ids_U[columns_NK]), beliefs_NK
 
 
+def best(scores_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Columns of the largest scores, best first, and the logs of their shares in a softmax.
+
+    float32. On processors with compiled kernels the lowest column comes first in a tie.
+    """
+    lib = kernels.library() if scores_NC.device.type == "cpu" else None
+    if lib is None or scores_NC.dtype is not torch.float32:
+        top_NK, columns_NK = scores_NC.topk(top_k)
+        return columns_NK, top_NK - scores_NC.logsumexp(-1, keepdim=True)
+    rows, size = scores_NC.shape
+    scores_NC = scores_NC.contiguous()
+    columns_NK = torch.empty(rows, top_k, dtype=torch.int64)
+    logs_NK = torch.empty(rows, top_k)
+    lib.best(scores_NC.data_ptr(), rows, size, top_k, columns_NK.data_ptr(), logs_NK.data_ptr())
+    return columns_NK, logs_NK
+
+
 def _best(scores_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest scores; beliefs are their share in a softmax."""
-    top_NK, columns_NK = scores_NC.topk(top_k)
-    return columns_NK, (top_NK - scores_NC.logsumexp(-1, keepdim=True)).exp()
+    columns_NK, logs_NK = best(scores_NC, top_k)
+    return columns_NK, logs_NK.exp()
 
 
 def _rank_alike(

@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class PackedMatrix:
 
     weight: Tensor
     bias_O: Tensor | None
+    outputs: int  # of them, in front of the padding that `address` counts
     address: kernels.Matrix
 
 
@@ -36,7 +38,7 @@ class Compiled:
         self.dtype = dtype
         self.bf16 = dtype is torch.bfloat16
         self.scale = config.attention_scale or config.head_dim**-0.5
-        self.rows = 0  # that the scratch tensors have room for
+        self.rows = self.nodes = 0  # that the scratch tensors have room for
         # Of the last pass, and weak: a model outlives its stores, which are large.
         self.store: Callable[[], KVStore | None] = lambda: None
         self.positions = 0  # that the rotary tables of `addresses` cover
@@ -50,17 +52,18 @@ class Compiled:
             weight = blocked.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
         else:
             weight = blocked.transpose(1, 2).contiguous()
-        bias = None if bias_O is None else bias_O.float().contiguous()
+        bias = None if bias_O is None else functional.pad(bias_O.float(), (0, padding))
         outputs = -(-len(weight_OI) // kernels.LANES) * kernels.LANES  # whole vectors are written
         address = kernels.Matrix(weight.data_ptr(), _address(bias), inputs, outputs)
-        return PackedMatrix(weight, bias, address)
+        return PackedMatrix(weight, bias, len(weight_OI), address)
 
     def begin(self, packed: Packed, store: KVStore) -> None:
         if store is not self.store() or packed.positions > self.positions:
             self.addresses.clear()
             self.store, self.positions = weakref.ref(store), 2 * packed.positions
-        if packed.rows > self.rows:
-            self._grow(packed.rows)
+        nodes = len(packed.parent_N)
+        if packed.rows > self.rows or nodes > self.nodes:
+            self._grow(packed.rows, nodes)
         self.packed = packed  # keeps the arrays alive that `batch` points into
         self.batch = kernels.Pass(
             packed.rows,
@@ -68,21 +71,55 @@ class Compiled:
             packed.base_S.buffer_info()[0],
             packed.length_S.buffer_info()[0],
             packed.first_S1.buffer_info()[0],
-            packed.parent_R.buffer_info()[0],
+            packed.node_S1.buffer_info()[0],
+            packed.parent_N.buffer_info()[0],
             self.ints.data_ptr(),
-            self.ints.data_ptr() + 4 * packed.rows,
+            self.ints.data_ptr() + 4 * nodes,
             self.query.data_ptr(),
             self.narrow.data_ptr(),
             self.wide.data_ptr(),
         )
         self.lib.prepare(ctypes.byref(self.batch))
 
-    def run(self, hidden_RC: Tensor, layers: Sequence[Layer]) -> Tensor:
-        addresses = (ctypes.POINTER(kernels.Layer) * len(layers))(
-            *(ctypes.pointer(self._address_of(layer)) for layer in layers)
+    def run(
+        self, hidden_RC: Tensor, layers: Sequence[Layer], beside_RC: Tensor | None = None
+    ) -> Tensor:
+        self.lib.run(
+            ctypes.byref(self.batch),
+            self._addresses(layers),
+            len(layers),
+            _address(beside_RC),
+            hidden_RC.data_ptr(),
         )
-        self.lib.run(ctypes.byref(self.batch), addresses, len(layers), hidden_RC.data_ptr())
         return hidden_RC
+
+    def append(self, x_RC: Tensor, layers: Sequence[Layer]) -> None:
+        self.lib.append(
+            ctypes.byref(self.batch), self._addresses(layers), len(layers), x_RC.data_ptr()
+        )
+
+    def linear(self, x_NI: Tensor, matrix: PackedMatrix) -> Tensor:
+        out_NO = torch.empty(len(x_NI), matrix.address.out, dtype=self.dtype)
+        self.lib.linear(
+            ctypes.byref(matrix.address),
+            x_NI.data_ptr(),
+            out_NO.data_ptr(),
+            len(x_NI),
+            self.bf16,
+        )
+        return out_NO[:, : matrix.outputs].contiguous()
+
+    def norm(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
+        out_NC = torch.empty_like(x_NC)
+        self.lib.norm(
+            x_NC.data_ptr(),
+            weight_C.data_ptr(),
+            self.config.norm_eps,
+            out_NC.data_ptr(),
+            *x_NC.shape,
+            self.bf16,
+        )
+        return out_NC
 
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: PackedMatrix) -> Tensor:
         logits_NV = torch.empty(len(hidden_NC), head.address.out)
@@ -97,18 +134,24 @@ class Compiled:
             len(hidden_NC),
             self.bf16,
         )
-        return logits_NV[:, : self.config.vocab_size].contiguous()
+        return logits_NV[:, : head.outputs].contiguous()
 
-    def _grow(self, rows: int) -> None:
+    def _grow(self, rows: int, nodes: int) -> None:
         c = self.config
+        rows, nodes = max(rows, self.rows), max(nodes, self.nodes)
         heads = c.heads * c.head_dim
-        narrow = max(c.hidden_size, heads, c.intermediate_size)
+        narrow = max(2 * c.hidden_size, heads, c.intermediate_size)
         wide = max(heads + 2 * c.kv_heads * c.head_dim, 2 * c.intermediate_size, c.hidden_size)
-        self.rows = rows
-        self.ints = torch.empty(2 * rows, dtype=torch.int32)
+        self.rows, self.nodes = rows, nodes
+        self.ints = torch.empty(2 * nodes, dtype=torch.int32)
         self.query = torch.empty(rows * heads)
         self.narrow = torch.empty(rows * narrow, dtype=self.dtype)
         self.wide = torch.empty(rows * wide, dtype=self.dtype)
+
+    def _addresses(self, layers: Sequence[Layer]) -> ctypes.Array[Any]:
+        return (ctypes.POINTER(kernels.Layer) * len(layers))(
+            *(ctypes.pointer(self._address_of(layer)) for layer in layers)
+        )
 
     def _address_of(self, layer: Layer) -> kernels.Layer:
         known = self.addresses.get(layer.index)
@@ -138,6 +181,8 @@ class Compiled:
             self.scale,
             c.attention_softcap or 0.0,
             layer.window,
+            layer.anchored,
+            layer.both_ways,
             c.activation == "gelu_tanh",
             layer.qkv.address,
             layer.o.address,
@@ -147,6 +192,8 @@ class Compiled:
             _address(layer.after_attention_C),
             _address(layer.before_mlp_C),
             _address(layer.after_mlp_C),
+            _address(layer.beside_C),
+            layer.normed_residual,
         )
 
 

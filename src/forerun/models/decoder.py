@@ -6,7 +6,7 @@ R rows, C hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -164,7 +164,9 @@ class _Reader:
         at = f"model.layers.{index}."
         sliding = bool(c.sliding_layers) and c.sliding_layers[index]
         names = ("q_norm_D", "k_norm_D") if c.qk_norm else ()
-        head_norms = {n: self.norm(f"{at}self_attn.{n[:-2]}.weight", c.head_dim) for n in names}
+        head_norms: dict[str, Any] = {
+            n: self.norm(f"{at}self_attn.{n[:-2]}.weight", c.head_dim) for n in names
+        }
         heads, kv_heads = c.heads * c.head_dim, c.kv_heads * c.head_dim
         return Layer(
             index=index,
@@ -182,7 +184,7 @@ class _Reader:
             **self.layer_norms(at),
         )
 
-    def layer_norms(self, at: str) -> dict[str, Tensor]:
+    def layer_norms(self, at: str) -> dict[str, Any]:
         places = {"before_attention_C": "input", "before_mlp_C": "post_attention"}
         if self.config.sandwich_norms:
             places["after_attention_C"] = "post_attention"

@@ -1,6 +1,6 @@
 """The layers of a decoder: their weights, and what computes them.
 
-Two backends offer the same four methods: `Compiled` on processors with a C compiler, `Plain`
+Two backends offer the same methods: `Compiled` on processors with a C compiler, `Plain`
 anywhere. Numbers agree up to rounding; only `Compiled` gives the rows of a tree bitwise the values
 of single steps (see kernels/kernels.c).
 
@@ -30,7 +30,7 @@ class Layer:
     """Attention and gated MLP, each behind a norm, each added to the residual stream.
 
     Norm weights are float32 with the offset added; those behind attention and MLP exist in
-    sandwich-normed models only.
+    sandwich-normed models only, and some draft layers have none before attention.
     """
 
     index: int
@@ -40,12 +40,17 @@ class Layer:
     down: Matrix
     rope: Rope
     window: int  # keys a row sees, its own included; 0: all
-    before_attention_C: Tensor
+    before_attention_C: Tensor | None
     before_mlp_C: Tensor
     after_attention_C: Tensor | None = None
     after_mlp_C: Tensor | None = None
     q_norm_D: Tensor | None = None
     k_norm_D: Tensor | None = None
+    # Of draft layers:
+    beside_C: Tensor | None = None  # norm of a second input; qkv reads [beside | hidden]
+    normed_residual: bool = False  # the residual starts behind the norm before attention
+    both_ways: bool = False  # rows see those behind them, too; segments must be chains
+    anchored: bool = False  # windows end `window` before the first node, not before each row
 
 
 class Backend(Protocol):
@@ -59,11 +64,27 @@ class Backend(Protocol):
         """Start a pass: what follows is about these rows and this store."""
         ...
 
-    def run(self, hidden_RC: Tensor, layers: Sequence[Layer]) -> Tensor:
+    def run(
+        self, hidden_RC: Tensor, layers: Sequence[Layer], beside_RC: Tensor | None = None
+    ) -> Tensor:
         """The residual stream behind these layers; their keys and values go to the store.
 
-        hidden_RC may be overwritten. Rows behind those of the pass are padding.
+        hidden_RC may be overwritten. Rows behind those of the pass are padding. beside_RC: the
+        second input of layers that have one.
         """
+        ...
+
+    def append(self, x_RC: Tensor, layers: Sequence[Layer]) -> None:
+        """Put the keys and values of the rows into the store; every layer makes them of x_RC as it
+        is, and nothing is attended."""
+        ...
+
+    def linear(self, x_NI: Tensor, matrix: Matrix) -> Tensor:
+        """One product, [N, O]."""
+        ...
+
+    def norm(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
+        """The norm of the layers, [N, C]."""
         ...
 
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: Matrix) -> Tensor:
@@ -71,12 +92,17 @@ class Backend(Protocol):
         ...
 
 
-def make_backend(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Backend:
-    """The compiled layers where they can run, plain PyTorch elsewhere."""
+def make_backend(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, *widths: int
+) -> Backend:
+    """The compiled layers where they can run, plain PyTorch elsewhere.
+
+    widths: of what else will be multiplied or normed.
+    """
     from forerun.models.compiled import Compiled
     from forerun.models.plain import Plain
 
-    sizes = (config.head_dim, config.hidden_size, config.intermediate_size)
+    sizes = (config.head_dim, config.hidden_size, config.intermediate_size, *widths)
     fits = (
         device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)

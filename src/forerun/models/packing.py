@@ -1,4 +1,8 @@
-"""Rows of many sequences side by side in one pass."""
+"""Rows of many sequences side by side in one pass.
+
+slots of a segment   0 ....... length | length + 0, length + 1, ...
+what they hold       committed        | nodes: rows of earlier passes, then those of this one
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ class Packed:
     """The rows of a pass, segment after segment; arrays of int32.
 
     base_S, length_S: first slot and committed slots of each segment's span.
-    first_S1: first row of each segment, and the number of rows.
-    parent_R: per row, the row of its own segment that it follows; -1: the committed prefix.
+    first_S1, node_S1: first row and first node of each segment, and the number of all. The nodes of
+    a segment lie in the slots behind its committed ones; the last of them are its rows.
+    parent_N: per node, the node of its own segment that it follows; -1: the committed prefix.
     wanted: the rows that get logits.
     """
 
@@ -23,7 +28,8 @@ class Packed:
     base_S: array[int]
     length_S: array[int]
     first_S1: array[int]
-    parent_R: array[int]
+    node_S1: array[int]
+    parent_N: array[int]
     wanted: list[int]
 
     @property
@@ -33,7 +39,7 @@ class Packed:
     @property
     def positions(self) -> int:
         """An upper bound on the positions in use."""
-        starts = zip(self.length_S, self.first_S1[1:], self.first_S1, strict=False)
+        starts = zip(self.length_S, self.node_S1[1:], self.node_S1, strict=False)
         return max(length + end - begin for length, end, begin in starts)
 
 
@@ -54,6 +60,7 @@ def pack(segments: Sequence[Segment]) -> Packed:
         tokens,
         array("i", [segment.span.base for segment in segments]),
         array("i", [segment.span.length for segment in segments]),
+        first,
         first,
         parents,
         wanted,

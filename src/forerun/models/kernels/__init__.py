@@ -36,6 +36,7 @@ class Pass(ctypes.Structure):
         ("base", ctypes.c_void_p),
         ("length", ctypes.c_void_p),
         ("first", ctypes.c_void_p),
+        ("node", ctypes.c_void_p),
         ("parent", ctypes.c_void_p),
         ("position", ctypes.c_void_p),
         ("straight", ctypes.c_void_p),
@@ -75,6 +76,8 @@ class Layer(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int32),
+        ("anchored", ctypes.c_int32),
+        ("both_ways", ctypes.c_int32),
         ("gelu", ctypes.c_int32),
         ("qkv", Matrix),
         ("o", Matrix),
@@ -84,6 +87,8 @@ class Layer(ctypes.Structure):
         ("after_attention", ctypes.c_void_p),
         ("before_mlp", ctypes.c_void_p),
         ("after_mlp", ctypes.c_void_p),
+        ("beside", ctypes.c_void_p),
+        ("normed_residual", ctypes.c_int32),
     )
 
 
@@ -156,8 +161,12 @@ def _processor() -> str:
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int32, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     lib.prepare.argtypes = (pointer,)
-    lib.run.argtypes = (pointer, pointer, int32, pointer)
+    lib.run.argtypes = (pointer, pointer, int32, pointer, pointer)
+    lib.append.argtypes = (pointer, pointer, int32, pointer)
+    lib.linear.argtypes = (pointer, pointer, pointer, int32, int32)
+    lib.norm.argtypes = (pointer, pointer, real, pointer, int32, int32, int32)
+    lib.best.argtypes = (pointer, int32, int32, int32, pointer, pointer)
     lib.logits.argtypes = (pointer, pointer, real, pointer, pointer, pointer, int32, int32)
-    for name in ("prepare", "run", "logits"):
+    for name in ("prepare", "run", "append", "linear", "norm", "logits", "best"):
         getattr(lib, name).restype = None
     return lib

@@ -31,14 +31,17 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One pass over the rows of several sequences. Row i of segment s lies in slot base + length + i. */
+/* One pass over the rows of several sequences. Nodes are what lies uncommitted in the store: node i
+ * of segment s in slot base + length + i. The last nodes of a segment are its rows, those before
+ * them were rows of earlier passes. */
 typedef struct {
     int32_t rows, segments;
     const int32_t *base, *length; /* per segment: first slot, committed slots */
     const int32_t *first;         /* per segment and one more: first row */
-    const int32_t *parent;        /* per row: row of its segment that it follows, or -1 */
-    int32_t *position;            /* per row, filled by prepare */
-    int32_t *straight;            /* per row, filled by prepare: leading positions of its path that
+    const int32_t *node;          /* per segment and one more: first node */
+    const int32_t *parent;        /* per node: node of its segment that it follows, or -1 */
+    int32_t *position;            /* per node, filled by prepare */
+    int32_t *straight;            /* per node, filled by prepare: leading positions of its path that
                                      lie in consecutive slots from the segment's base on */
     void *query;                  /* scratch [rows, heads, head_dim] */
     void *narrow, *wide;          /* scratch [rows, largest inner size], [rows, largest fused size] */
@@ -60,11 +63,19 @@ typedef struct {
     const float *q_norm, *k_norm; /* [head_dim] or null; the offset is already added */
     float norm_eps, scale, softcap; /* softcap 0: none */
     int32_t window;                 /* 0: all positions */
+    int32_t anchored; /* windows end `window` before the segment's first node, not before the row */
+    int32_t both_ways; /* rows see those behind them, too; segments must be chains */
     int32_t gelu;                   /* else SiLU */
     Matrix qkv, o, gate_up, down;   /* qkv is [q | k | v], gate_up [gate | up] */
-    const float *before_attention, *after_attention, *before_mlp, *after_mlp; /* norm weights; the
-                                       ones behind attention and MLP may be null */
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp; /* norm weights; all
+                                       but before_mlp may be null */
+    const float *beside;    /* null, or norm weight of a second input, which qkv reads first */
+    int32_t normed_residual; /* the residual starts behind before_attention */
 } Layer;
+
+INLINE int32_t node_of(const Pass *pass, int s, int32_t row) {
+    return pass->node[s + 1] - pass->first[s + 1] + row;
+}
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 
@@ -159,9 +170,9 @@ INLINE vf tanh_of(vf x) { /* 1 - 2 / (e^2x + 1), with the exponent kept <= 0 */
     return (vf)((vi)t | (negative & (int32_t)0x80000000));
 }
 
-/* out = x / rms(x) * weight (+ residual); weight is float32 with any offset already added. */
-INLINE void norm_row(const void *x, const float *weight, const void *residual, void *out,
-                     int64_t at, int dim, float eps, int bf16) {
+/* out[to] = x[at] / rms(x[at]) * weight (+ residual[to]); weight is float32 with any offset added. */
+INLINE void norm_row(const void *x, int64_t at, const float *weight, const void *residual, void *out,
+                     int64_t to, int dim, float eps, int bf16) {
     vf squares = {0};
     for (int d = 0; d < dim; d += LANES) {
         vf v = load(x, at + d, bf16);
@@ -170,8 +181,8 @@ INLINE void norm_row(const void *x, const float *weight, const void *residual, v
     float scale = 1.0f / sqrtf(sum(squares) / dim + eps);
     for (int d = 0; d < dim; d += LANES) {
         vf v = load(x, at + d, bf16) * scale * load(weight, d, 0);
-        if (residual) v += load(residual, at + d, bf16);
-        store(out, at + d, v, bf16);
+        if (residual) v += load(residual, to + d, bf16);
+        store(out, to + d, v, bf16);
     }
 }
 
@@ -180,9 +191,11 @@ INLINE void norm_row(const void *x, const float *weight, const void *residual, v
 static void rms_norm(const void *x, const float *weight, const void *residual, void *out,
                      int32_t rows, int32_t dim, float eps, int bf16) {
 #pragma omp for schedule(static)
-    for (int32_t r = 0; r < rows; r++)
-        if (bf16) norm_row(x, weight, residual, out, (int64_t)r * dim, dim, eps, 1);
-        else norm_row(x, weight, residual, out, (int64_t)r * dim, dim, eps, 0);
+    for (int32_t r = 0; r < rows; r++) {
+        int64_t at = (int64_t)r * dim;
+        if (bf16) norm_row(x, at, weight, residual, out, at, dim, eps, 1);
+        else norm_row(x, at, weight, residual, out, at, dim, eps, 0);
+    }
 }
 
 INLINE vf activate(vf x, int gelu) {
@@ -284,14 +297,14 @@ static void product(const Matrix *m, const void *x, const void *residual, void *
 /* Positions and path shapes of a pass; once per pass, before its layers. */
 void prepare(Pass *pass) {
     for (int s = 0; s < pass->segments; s++) {
-        int32_t first = pass->first[s], length = pass->length[s];
-        for (int32_t i = 0; first + i < pass->first[s + 1]; i++) {
-            int32_t row = first + i, parent = pass->parent[row];
+        int32_t first = pass->node[s], length = pass->length[s];
+        for (int32_t i = 0; first + i < pass->node[s + 1]; i++) {
+            int32_t node = first + i, parent = pass->parent[node];
             int32_t above = parent < 0 ? length - 1 : pass->position[first + parent];
             int32_t before = parent < 0 ? length : pass->straight[first + parent];
-            pass->position[row] = above + 1;
-            /* consecutive as long as each row follows the one packed just before it */
-            pass->straight[row] = before == length + i && parent == i - 1 ? before + 1 : before;
+            pass->position[node] = above + 1;
+            /* consecutive as long as each node follows the one packed just before it */
+            pass->straight[node] = before == length + i && parent == i - 1 ? before + 1 : before;
         }
     }
 }
@@ -301,7 +314,7 @@ INLINE void rotate(const void *x, int64_t at, const float *norm, float eps, cons
                    const float *sine, int dim, float *out, int bf16) {
     float head[MAX_HEAD] __attribute__((aligned(64)));
     for (int d = 0; d < dim; d += LANES) store(head, d, load(x, at + d, bf16), 0);
-    if (norm) norm_row(head, norm, NULL, head, 0, dim, eps, 0);
+    if (norm) norm_row(head, 0, norm, NULL, head, 0, dim, eps, 0);
     int half = dim / 2;
     for (int d = 0; d < half; d++) {
         float a = head[d], b = head[d + half];
@@ -310,29 +323,45 @@ INLINE void rotate(const void *x, int64_t at, const float *norm, float eps, cons
     }
 }
 
-/* Row r of qkv: rotated queries to scratch, keys and values to their slot. */
-INLINE void place_row(const Pass *pass, const Layer *layer, const void *qkv, int64_t r,
-                      int64_t slot, int bf16) {
-    int heads = layer->heads, kv_heads = layer->kv_heads, dim = layer->head_dim;
-    const float *cosine = layer->cosine + (int64_t)pass->position[r] * (dim / 2);
-    const float *sine = layer->sine + (int64_t)pass->position[r] * (dim / 2);
-    int64_t at = r * (heads + 2 * kv_heads) * dim;
+typedef struct { /* where a row stands */
+    int64_t slot;
+    const float *cosine, *sine;
+} Place;
+
+static Place place_of(const Pass *pass, const Layer *layer, int32_t row) {
+    int s = 0; /* few segments: a linear search costs less than another array */
+    while (row >= pass->first[s + 1]) s++;
+    int32_t node = node_of(pass, s, row);
+    int64_t angles = (int64_t)pass->position[node] * (layer->head_dim / 2);
+    return (Place){pass->base[s] + pass->length[s] + node - pass->node[s], layer->cosine + angles,
+                   layer->sine + angles};
+}
+
+/* The queries of row r, which lie at qkv[at], rotated, to scratch. */
+INLINE void place_queries(const Pass *pass, const Layer *layer, const void *qkv, int64_t at,
+                          int64_t r, Place p, int bf16) {
+    int heads = layer->heads, dim = layer->head_dim;
     for (int h = 0; h < heads; h++, at += dim) {
         float query[MAX_HEAD] __attribute__((aligned(64)));
         int64_t to = (r * heads + h) * dim;
-        rotate(qkv, at, layer->q_norm, layer->norm_eps, cosine, sine, dim, query, bf16);
+        rotate(qkv, at, layer->q_norm, layer->norm_eps, p.cosine, p.sine, dim, query, bf16);
         for (int d = 0; d < dim; d += LANES)
             store(pass->query, to + d, load(query, d, 0) * layer->scale, bf16);
     }
+}
+
+/* Keys and values of a row, which lie at kv[at], to their slot. */
+INLINE void place_kv(const Layer *layer, const void *kv, int64_t at, Place p, int bf16) {
+    int kv_heads = layer->kv_heads, dim = layer->head_dim;
     for (int g = 0; g < kv_heads; g++, at += dim) {
         float key[MAX_HEAD] __attribute__((aligned(64)));
-        int64_t to = (g * layer->slots + slot) * dim;
-        rotate(qkv, at, layer->k_norm, layer->norm_eps, cosine, sine, dim, key, bf16);
+        int64_t to = (g * layer->slots + p.slot) * dim;
+        rotate(kv, at, layer->k_norm, layer->norm_eps, p.cosine, p.sine, dim, key, bf16);
         for (int d = 0; d < dim; d += LANES) store(layer->key, to + d, load(key, d, 0), bf16);
     }
     for (int g = 0; g < kv_heads; g++, at += dim) {
-        int64_t to = (g * layer->slots + slot) * dim;
-        for (int d = 0; d < dim; d += LANES) store(layer->value, to + d, load(qkv, at + d, bf16), bf16);
+        int64_t to = (g * layer->slots + p.slot) * dim;
+        for (int d = 0; d < dim; d += LANES) store(layer->value, to + d, load(kv, at + d, bf16), bf16);
     }
 }
 
@@ -348,7 +377,7 @@ typedef struct { /* the online softmax of one query */
     float sum[MAX_HEAD] __attribute__((aligned(64)));
     vf total;      /* of the weights, lane by lane */
     float largest; /* score so far */
-    int32_t position, hidden; /* sees the positions (hidden, position] */
+    int32_t hidden, last; /* sees the positions (hidden, last] */
     const void *query;
 } State;
 
@@ -429,7 +458,7 @@ INLINE void score(State *const state[], const int n, const Tile *tile, int32_t f
         vf top = splat(-INFINITY);
         for (int k = 0; k < PARTS; k++) {
             vi at = lane + (from + k * LANES);
-            vi seen = (at <= state[i]->position) & (at > state[i]->hidden);
+            vi seen = (at <= state[i]->last) & (at > state[i]->hidden);
             if (softcap != 0) s[i][k] = softcap * tanh_of(s[i][k] / softcap);
             s[i][k] = (vf)(((vi)s[i][k] & seen) | ((vi)splat(-INFINITY) & ~seen));
             top = larger(top, s[i][k]);
@@ -490,28 +519,39 @@ typedef struct {
 } Task;
 
 INLINE void open_states(const Task *t, const int dim, const int bf16) {
-    for (int32_t r = t->begin; r < t->end; r++)
+    const Pass *pass = t->pass;
+    const Layer *layer = t->layer;
+    int32_t length = pass->length[t->s], nodes = pass->node[t->s + 1] - pass->node[t->s];
+    for (int32_t r = t->begin; r < t->end; r++) {
+        int32_t position = pass->position[node_of(pass, t->s, r)];
+        int32_t hidden = -1, last = layer->both_ways ? length + nodes - 1 : position;
+        if (layer->window && layer->anchored) {
+            hidden = length - layer->window - 1;
+        } else if (layer->window) {
+            hidden = position - layer->window;
+            if (last > position + layer->window - 1) last = position + layer->window - 1;
+        }
         for (int i = 0; i < t->group; i++) {
             State *state = &t->states[(r - t->begin) * t->group + i];
-            int64_t head = (int64_t)r * t->layer->heads + t->kv_head * t->group + i;
-            state->query = (const char *)t->pass->query + head * dim * (bf16 ? 2 : 4);
-            state->position = t->pass->position[r];
-            state->hidden = t->layer->window ? state->position - t->layer->window : -1;
+            int64_t head = (int64_t)r * layer->heads + t->kv_head * t->group + i;
+            state->query = (const char *)pass->query + head * dim * (bf16 ? 2 : 4);
+            state->hidden = hidden;
+            state->last = last;
             state->largest = -INFINITY;
             state->total = (vf){0};
             memset(state->sum, 0, dim * sizeof(float));
         }
+    }
 }
 
 /* Slots of the block from `from` on along the path of row r. */
 static void own_slots(const Task *t, int32_t r, int32_t from, int64_t slot[BLOCK]) {
     const Pass *pass = t->pass;
-    int32_t length = pass->length[t->s], first = pass->first[t->s];
+    int32_t length = pass->length[t->s], first = pass->node[t->s], node = node_of(pass, t->s, r);
     for (int j = 0; j < BLOCK; j++) slot[j] = from + j < length ? pass->base[t->s] + from + j : -1;
-    int32_t row = r - first;
-    for (int32_t p = pass->position[r]; p >= from && p >= length; p--) {
-        if (p < from + BLOCK) slot[p - from] = pass->base[t->s] + length + row;
-        row = pass->parent[first + row];
+    for (int32_t p = pass->position[node]; p >= from && p >= length; p--) {
+        if (p < from + BLOCK) slot[p - from] = pass->base[t->s] + length + node - first;
+        node = first + pass->parent[node];
     }
 }
 
@@ -537,9 +577,9 @@ INLINE void visit_block(const Task *t, int32_t from, int32_t last, const float s
     int count = 0;
     for (int32_t r = t->begin; r < t->end; r++) {
         State *states = &t->states[(r - t->begin) * t->group], *row[MAX_QUERIES];
-        int32_t position = states->position, straight = pass->straight[r];
-        if (from > position || from + BLOCK - 1 <= states->hidden) continue;
-        if (straight > position || from + BLOCK <= straight) {
+        int32_t seen = states->last, straight = pass->straight[node_of(pass, t->s, r)];
+        if (from > seen || from + BLOCK - 1 <= states->hidden) continue;
+        if (layer->both_ways || straight > seen || from + BLOCK <= straight) {
             for (int i = 0; i < t->group; i++) sharing[count++] = states + i;
             continue;
         }
@@ -560,7 +600,7 @@ INLINE void attend(const Task *t, void *out, const float softcap, const int dim,
     open_states(t, dim, bf16);
     int32_t last = 0, start = INT32_MAX;
     for (int32_t i = 0; i < (t->end - t->begin) * t->group; i++) {
-        if (t->states[i].position > last) last = t->states[i].position;
+        if (t->states[i].last > last) last = t->states[i].last;
         if (t->states[i].hidden + 1 < start) start = t->states[i].hidden + 1;
     }
     for (int32_t from = (start < 0 ? 0 : start) / BLOCK * BLOCK; from <= last; from += BLOCK)
@@ -605,12 +645,6 @@ static int count_tasks(const Pass *pass, const Layer *layer, int block) {
     return tasks;
 }
 
-static int segment_of(const Pass *pass, int64_t row) {
-    int s = 0; /* few segments: a linear search costs less than another array */
-    while (row >= pass->first[s + 1]) s++;
-    return s;
-}
-
 /* qkv [rows, (heads + 2 kv_heads) * head_dim] -> out [rows, heads * head_dim]; keys and values are
  * written to the store on the way. */
 static void attention(const Pass *pass, const Layer *layer, const void *qkv, void *out) {
@@ -623,10 +657,15 @@ static void attention(const Pass *pass, const Layer *layer, const void *qkv, voi
     }
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < pass->rows; r++) {
-        int s = segment_of(pass, r);
-        int64_t slot = pass->base[s] + pass->length[s] + r - pass->first[s];
-        if (layer->bf16) place_row(pass, layer, qkv, r, slot, 1);
-        else place_row(pass, layer, qkv, r, slot, 0);
+        Place p = place_of(pass, layer, r);
+        int64_t at = r * layer->qkv.out, kv = at + layer->heads * layer->head_dim;
+        if (layer->bf16) {
+            place_queries(pass, layer, qkv, at, r, p, 1);
+            place_kv(layer, qkv, kv, p, 1);
+        } else {
+            place_queries(pass, layer, qkv, at, r, p, 0);
+            place_kv(layer, qkv, kv, p, 0);
+        }
     }
     Scratch *scratch = own_scratch();
 #pragma omp for schedule(dynamic, 1)
@@ -657,10 +696,35 @@ static void add(const Pass *pass, const Layer *layer, const Matrix *m, const voi
     rms_norm(pass->wide, norm, hidden, hidden, pass->rows, m->out, layer->norm_eps, layer->bf16);
 }
 
-static void run_layer(const Pass *pass, const Layer *l, void *hidden) {
-    int32_t rows = pass->rows, dim = l->qkv.in;
-    rms_norm(hidden, l->before_attention, NULL, pass->narrow, rows, dim, l->norm_eps, l->bf16);
-    product(&l->qkv, pass->narrow, NULL, pass->wide, rows, l->bf16, l->bf16);
+/* One row of what qkv reads of a layer with two inputs: both, each behind its norm. */
+INLINE void read_row(const Layer *l, const void *beside, void *hidden, void *out, int64_t r, int dim,
+                     int bf16) {
+    int64_t at = r * dim, to = 2 * at;
+    norm_row(beside, at, l->beside, NULL, out, to, dim, l->norm_eps, bf16);
+    norm_row(hidden, at, l->before_attention, NULL, out, to + dim, dim, l->norm_eps, bf16);
+    if (l->normed_residual)
+        for (int d = 0; d < dim; d += LANES)
+            store(hidden, at + d, load(out, to + dim + d, bf16), bf16);
+}
+
+/* What qkv reads: hidden itself, or pass->narrow. */
+static const void *read_input(const Pass *pass, const Layer *l, const void *beside, void *hidden) {
+    int32_t rows = pass->rows, dim = l->o.out;
+    if (!l->before_attention) return hidden;
+    if (!l->beside) {
+        rms_norm(hidden, l->before_attention, NULL, pass->narrow, rows, dim, l->norm_eps, l->bf16);
+        return pass->narrow;
+    }
+#pragma omp for schedule(static)
+    for (int32_t r = 0; r < rows; r++)
+        if (l->bf16) read_row(l, beside, hidden, pass->narrow, r, dim, 1);
+        else read_row(l, beside, hidden, pass->narrow, r, dim, 0);
+    return pass->narrow;
+}
+
+static void run_layer(const Pass *pass, const Layer *l, const void *beside, void *hidden) {
+    int32_t rows = pass->rows, dim = l->o.out;
+    product(&l->qkv, read_input(pass, l, beside, hidden), NULL, pass->wide, rows, l->bf16, l->bf16);
     attention(pass, l, pass->wide, pass->narrow);
     add(pass, l, &l->o, pass->narrow, l->after_attention, hidden);
     rms_norm(hidden, l->before_mlp, NULL, pass->narrow, rows, dim, l->norm_eps, l->bf16);
@@ -669,21 +733,107 @@ static void run_layer(const Pass *pass, const Layer *l, void *hidden) {
     add(pass, l, &l->down, pass->narrow, l->after_mlp, hidden);
 }
 
-/* Some layers, in place on hidden [rows, dim]. */
-void run(const Pass *pass, const Layer *const layers[], int32_t count, void *hidden) {
+#define WORTH_A_TEAM 50000 /* multiplications; fewer are done before a second thread has woken up */
+
+/* Some layers, in place on hidden [rows, dim]; beside [rows, dim] or null. */
+void run(const Pass *pass, const Layer *const layers[], int32_t count, const void *beside,
+         void *hidden) {
     const Layer *l = layers[0];
-    int64_t work = (int64_t)pass->rows * l->qkv.in * (l->qkv.out + l->gate_up.out);
-#pragma omp parallel if (work > 50000)
-    for (int32_t i = 0; i < count; i++) run_layer(pass, layers[i], hidden);
+    int64_t work = (int64_t)pass->rows * l->o.out * (l->qkv.out + l->gate_up.out);
+#pragma omp parallel if (work > WORTH_A_TEAM)
+    for (int32_t i = 0; i < count; i++) run_layer(pass, layers[i], beside, hidden);
+}
+
+/* The rows of qkv that give keys and values, and up to 31 before them: weights lie in blocks. */
+static Matrix kv_rows(const Layer *l) {
+    int32_t skipped = l->heads * l->head_dim / COLUMNS * COLUMNS;
+    Matrix m = l->qkv;
+    m.weight = (const char *)m.weight + (int64_t)skipped * m.in * (l->bf16 ? 2 : 4);
+    if (m.bias) m.bias += skipped;
+    m.out -= skipped;
+    return m;
+}
+
+static void append_to_layer(const Pass *pass, const Layer *l, const void *x) {
+    Matrix m = kv_rows(l);
+    product(&m, x, NULL, pass->wide, pass->rows, l->bf16, l->bf16);
+#pragma omp for schedule(static)
+    for (int32_t r = 0; r < pass->rows; r++) {
+        Place p = place_of(pass, l, r);
+        int64_t at = (int64_t)(r + 1) * m.out - 2 * l->kv_heads * l->head_dim;
+        if (l->bf16) place_kv(l, pass->wide, at, p, 1);
+        else place_kv(l, pass->wide, at, p, 0);
+    }
+}
+
+/* Keys and values of rows x [rows, qkv.in] in some layers, which all read x itself. */
+void append(const Pass *pass, const Layer *const layers[], int32_t count, const void *x) {
+    int64_t work = (int64_t)pass->rows * layers[0]->qkv.in * layers[0]->kv_heads * layers[0]->head_dim;
+#pragma omp parallel if (work * 2 > WORTH_A_TEAM)
+    for (int32_t i = 0; i < count; i++) append_to_layer(pass, layers[i], x);
+}
+
+/* out = x W^T + b */
+void linear(const Matrix *m, const void *x, void *out, int32_t rows, int32_t bf16) {
+#pragma omp parallel if ((int64_t)rows * m->in * m->out > WORTH_A_TEAM)
+    product(m, x, NULL, out, rows, bf16, bf16);
+}
+
+/* out = x / rms(x) * weight */
+void norm(const void *x, const float *weight, float eps, void *out, int32_t rows, int32_t dim,
+          int32_t bf16) {
+    rms_norm(x, weight, NULL, out, rows, dim, eps, bf16);
 }
 
 /* logits [rows, head->out] in float32 from the final norm, unless it is null, and head; normed is
    scratch like x. */
 void logits(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
             float *out, int32_t rows, int32_t bf16) {
-#pragma omp parallel if ((int64_t)rows * head->in * head->out > 50000)
+#pragma omp parallel if ((int64_t)rows * head->in * head->out > WORTH_A_TEAM)
     {
         if (norm) rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
         product(head, norm ? normed : x, NULL, out, rows, bf16, 0);
     }
+}
+
+#define CHUNK 64
+
+/* The `count` largest of `size` scores, best first and the lowest column first in a tie, and the log
+ * of their share in a softmax. */
+static void best_of_row(const float *x, int32_t size, int32_t count, int64_t *columns, float *logs) {
+    vf total = {0};
+    int32_t whole = size / LANES * LANES, found = 0;
+    for (int32_t begin = 0; begin < size; begin += CHUNK) {
+        int32_t end = begin + CHUNK < size ? begin + CHUNK : size;
+        if (found == count && end - begin == CHUNK) { /* most hold nothing new */
+            vf a = larger(load(x, begin, 0), load(x, begin + LANES, 0));
+            vf b = larger(load(x, begin + 2 * LANES, 0), load(x, begin + 3 * LANES, 0));
+            if (!(max(larger(a, b)) > logs[count - 1])) continue;
+        }
+        for (int32_t i = begin; i < end; i++) {
+            if (found == count && !(x[i] > logs[count - 1])) continue;
+            int32_t at = found < count ? found++ : count - 1;
+            for (; at && x[i] > logs[at - 1]; at--) {
+                logs[at] = logs[at - 1];
+                columns[at] = columns[at - 1];
+            }
+            logs[at] = x[i];
+            columns[at] = i;
+        }
+    }
+    float largest = logs[0];
+    for (int32_t i = 0; i < whole; i += LANES) total += exponential(load(x, i, 0) - largest);
+    float sum_of_all = sum(total);
+    for (int32_t i = whole; i < size; i++) sum_of_all += expf(x[i] - largest);
+    float log_sum = logf(sum_of_all) + largest;
+    for (int32_t i = 0; i < count; i++) logs[i] -= log_sum;
+}
+
+/* columns, logs [rows, count] of scores [rows, size] */
+void best(const float *scores, int32_t rows, int32_t size, int32_t count, int64_t *columns,
+          float *logs) {
+#pragma omp parallel for schedule(static) if (rows > 1 && (int64_t)rows * size > WORTH_A_TEAM)
+    for (int32_t r = 0; r < rows; r++)
+        best_of_row(scores + (int64_t)r * size, size, count, columns + (int64_t)r * count,
+                    logs + (int64_t)r * count);
 }
