@@ -53,10 +53,9 @@ SHAPES = {"chain": f"k={random_drafts.AHEAD},top_k=1", "tree": f"top_k=4,nodes={
 def _passes(drafter: Drafter) -> list[tuple[Any, str]]:
     """The methods of a drafter and its parts in which it computes, and does nothing else."""
     if isinstance(drafter, Medusa):
-        return [(drafter._target, "final_norm"), (drafter._heads, "forward")]
+        return [(drafter._runner, "logits")]
     if isinstance(drafter, DFlashDrafter):
-        module = drafter._module
-        return [(module, name) for name in ("context_kv", "embed", "forward", "logits")]
+        return [(drafter._runner, "append"), (drafter._runner, "logits")]
     assert isinstance(drafter, EagleDrafter)
     return [
         (drafter._target, "final_norm"),
@@ -259,7 +258,7 @@ def main(
                 options += (
                     f",k={random_drafts.AHEAD},min_prob=0" if shape == "tree" else ",min_prob=0"
                 )
-            context = DraftContext(target, target.new_store(1), None, load)
+            context = DraftContext(target, target.new_store(16384), None, load)
             drafter = make_drafter(f"{name}:{folders[name]},{options}", context)
             assert drafter
             return drafter

@@ -1,6 +1,7 @@
 """`medusa:DIR`: heads on the target's last hidden state guess the tokens ahead all at once.
 
-Cai et al. 2024 (arXiv 2401.10774). The network is in `models/heads/medusa.py`.
+Cai et al. 2024 (arXiv 2401.10774). The network is in `models/heads/medusa.py`, and as it drafts
+in `models/heads/medusa_runner.py`.
 
     tokens         0 ........... s-2    s-1                   s       s + 1 ...
     known          hidden states        the last committed    head 0  head 1, all from state s-2
@@ -24,6 +25,7 @@ from forerun.drafters.marginals import Candidates, best_tree, candidates
 from forerun.drafters.static_tree import StaticTree
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
+from forerun.models.heads.medusa_runner import MedusaRunner
 from forerun.models.hub import locate
 from forerun.models.target import opened
 
@@ -67,8 +69,8 @@ class Medusa(Drafter):
         self._target = opened(context.target, self.name)
         info = context.target.info
         folder = locate(options.model)
-        self._heads = checkpoint.read(folder, info.dtype).to(info.device)
-        config = self._heads.config
+        network = checkpoint.read(folder, info.dtype)
+        config = network.config
         if problems := checkpoint.misfits(config, folder, info):
             raise ConfigError(problems[0])
         self._tree = StaticTree.read(Path(options.tree).expanduser()) if options.tree else None
@@ -78,6 +80,7 @@ class Medusa(Drafter):
                 f"{options.model} has {config.heads} heads and cannot look {self._depth} tokens "
                 f"ahead; use k={config.heads} or a tree of that depth"
             )
+        self._runner = MedusaRunner(network, self._target, self._depth)
         self._top_k = self._tree.width if self._tree else options.top_k or TOP_K
         self._nodes = options.nodes or (self._depth if self._top_k == 1 else NODES)
         self.makes_trees = self._top_k > 1
@@ -94,12 +97,13 @@ class Medusa(Drafter):
         }
         if not able:
             return [Draft()] * len(requests)
-        logits_BDU = self._logits(list(able), min(self._depth, max(budgets)))
+        hidden_BC = torch.stack([self._states[id] for id in able])
+        logits_BDU = self._runner.logits(hidden_BC, min(self._depth, max(budgets)))
         found = candidates(
             list(able.values()),
             logits_BDU,
             self._top_k,
-            self._heads.token_map,
+            self._runner.ids_U,
             self._target.info.vocab_size,
         )
         ranked = dict(zip(able, found, strict=True))
@@ -118,13 +122,6 @@ class Medusa(Drafter):
     def release(self, request: Request) -> None:
         self._states.pop(request.id, None)
         self._calibration.forget(request)
-
-    def _logits(self, ids: Sequence[int], depth: int) -> Tensor:
-        """[B, depth, U], of the heads at the last hidden state of each request."""
-        hidden_BC = torch.stack([self._states[id] for id in ids])
-        normed_BC = self._target.final_norm(hidden_BC)
-        logits_BDU: Tensor = self._heads(normed_BC, self._target.head_logits, depth)
-        return logits_BDU
 
     def _draft(self, request: Request, ranked: Candidates, budget: int) -> Draft:
         if self._tree:
