@@ -14,9 +14,11 @@ from forerun.core import Draft, Request, Verdict
 from forerun.drafters import DraftContext, make_drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.tree import depths
 from forerun.errors import ConfigError
 from forerun.interop import eagle
 from forerun.models.heads.eagle import Eagle3
+from forerun.models.heads.eagle_runner import EagleRunner
 from forerun.models.hub import LoadedModel
 from forerun.models.target import Segment
 from tiny import tiny_llama
@@ -202,20 +204,22 @@ def test_a_batch_takes_one_pass_per_level(
     target: LoadedModel, draft: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, folder = draft
-    spec = f"{kind}:{folder},k=4,top_k=2,nodes=6,min_prob=0"
+    spec = f"{kind}:{folder},k=4,top_k=2,nodes=14,min_prob=0"
     session = Session(target, spec)
     batch = [session.start(PROMPT[: 3 + 2 * id], id=id) for id in range(3)]
     rows: list[int] = []
-    run = EagleDrafter._run
+    run = EagleRunner.run
 
-    def counted(self, hidden_1NC, *rest):  # type: ignore[no-untyped-def]
-        rows.append(hidden_1NC.shape[1])
-        return run(self, hidden_1NC, *rest)
+    def counted(self, packed, hidden_RC):  # type: ignore[no-untyped-def]
+        rows.append(packed.rows)
+        return run(self, packed, hidden_RC)
 
-    monkeypatch.setattr(EagleDrafter, "_run", counted)
-    drafts = session.drafter.propose(batch, [6, 0, 3])
-    assert rows == [2 + 6, 4, 4, 4]
-    for asked, proposed, budget in zip(batch, drafts, [6, 0, 3], strict=True):
+    monkeypatch.setattr(EagleRunner, "run", counted)
+    drafts = session.drafter.propose(batch, [14, 0, 3])
+    assert rows[:2] == [2 + 6, 4]
+    assert 2 <= rows[2] <= 4, "nodes whose children could not be kept are not run"
+    assert rows[3:] == [2]
+    for asked, proposed, budget in zip(batch, drafts, [14, 0, 3], strict=True):
         alone = Session(target, spec)
         expected = alone.propose(alone.start(asked.tokens), budget)
         assert chances(proposed) == pytest.approx(chances(expected), abs=1e-5)
@@ -229,7 +233,7 @@ def test_long_pauses_do_not_pile_up_features(
     session = Session(target, f"eagle3:{eagle3},min_prob=0")
     asked = session.start(PROMPT, chunk=3)
     follower = session.drafter._followers[asked.id]
-    assert follower.cache.stable == 6
+    assert follower.span.length == 6
     assert follower.unfed == 2
     expected = session.literal(asked, eagle3, depth=4, top_k=1, nodes=4)
     assert chances(session.propose(asked)) == pytest.approx(expected, abs=1e-5)
@@ -255,19 +259,19 @@ def test_beyond_its_positions_it_proposes_nothing(
     session = Session(target, f"eagle3:{folder},k=4,top_k={top_k},nodes=20,min_prob=0")
     asked = session.start(PROMPT)
     highest: list[int] = []
-    run = EagleDrafter._run
+    run = EagleRunner.run
 
-    def watched(self, hidden_1NC, tokens, positions_1N, memory):  # type: ignore[no-untyped-def]
-        highest.append(int(positions_1N.max()))
-        return run(self, hidden_1NC, tokens, positions_1N, memory)
+    def watched(self, packed, hidden_RC):  # type: ignore[no-untyped-def]
+        highest.append(packed.length_S[0] + max(depths(packed.parent_N)))
+        return run(self, packed, hidden_RC)
 
-    monkeypatch.setattr(EagleDrafter, "_run", watched)
-    depths = {}
+    monkeypatch.setattr(EagleRunner, "run", watched)
+    deepest = {}
     while len(asked.tokens) < 18:
         proposed = session.propose(asked)
-        depths[len(asked.tokens)] = max((len(path) for path in paths(proposed)), default=0)
+        deepest[len(asked.tokens)] = max((len(path) for path in paths(proposed)), default=0)
         session.go_on(asked, [5])
-    assert depths == {9: 4, 10: 4, 11: 3, 12: 2, 13: 1} | dict.fromkeys(range(14, 18), 0)
+    assert deepest == {9: 4, 10: 4, 11: 3, 12: 2, 13: 1} | dict.fromkeys(range(14, 18), 0)
     assert max(highest) == 11
     assert asked.id not in session.drafter._followers, "its memory is given back"
 

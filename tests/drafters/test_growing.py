@@ -15,23 +15,17 @@ def law(path: tuple[int, ...], seed: int) -> torch.Tensor:
     return (2 * torch.randn(VOCAB, generator=noise)).softmax(-1)
 
 
-def grow(seeds: list[int], top_k: int, depth: int, nodes: list[int], depths: list[int], ends=()):  # type: ignore[no-untyped-def]
-    """Trees over `law`, one per seed; also the ancestors of the last frontiers."""
-    probs_BK, tokens_BK = torch.stack([law((), seed) for seed in seeds]).topk(top_k)
-    growth = Growth(tokens_BK, probs_BK, probs_BK)
-    paths = [[(token,) for token in row] for row in tokens_BK.tolist()]
-    for _ in range(depth - 1):
-        laws = [[law(path, seed) for path in row] for row, seed in zip(paths, seeds, strict=True)]
-        probs, tokens = torch.stack([torch.stack(row) for row in laws]).topk(top_k)
-        ended = torch.isin(growth.tokens_BK, torch.tensor(ends)) if ends else None
-        growth.extend(tokens, probs, probs, ended)
-        paths = [
-            [(*row[parent], token) for parent, token in zip(parents, tokens, strict=True)]
-            for row, parents, tokens in zip(
-                paths, growth.parents_BK.tolist(), growth.tokens_BK.tolist(), strict=True
-            )
-        ]
-    return growth, growth.drafts(nodes, depths)
+def grow(  # type: ignore[no-untyped-def]
+    seed: int, top_k: int, depth: int, nodes: int, ends=(), floor: float = 0.0
+) -> Growth:
+    """A tree over `law`."""
+    growth = Growth(nodes, depth, top_k, ends, floor)
+    paths: list[tuple[int, ...]] = [()]
+    while growth.frontier:
+        probs, tokens = torch.stack([law(path, seed) for path in paths]).topk(top_k)
+        growth.extend(tokens.tolist(), probs.tolist(), probs.tolist())
+        paths = [tuple(growth.path(node)) for node in growth.frontier]
+    return growth
 
 
 def paths_of(draft: Draft) -> dict[tuple[int, ...], float]:
@@ -61,13 +55,13 @@ def expected(seed: int, top_k: int, depth: int, nodes: int, ends=()):  # type: i
     return {path: belief for path, (_, belief) in best}
 
 
+@pytest.mark.parametrize("nodes", [1, 5, 9])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_trees_are_those_of_brute_force(top_k: int, depth: int) -> None:
-    seeds, nodes = [1, 2, 3], [1, 5, 9]
-    _, drafts = grow(seeds, top_k, depth, nodes, [depth] * 3)
-    for seed, most, draft in zip(seeds, nodes, drafts, strict=True):
-        assert paths_of(draft) == pytest.approx(expected(seed, top_k, depth, most))
+def test_trees_are_those_of_brute_force(top_k: int, depth: int, nodes: int) -> None:
+    for seed in range(5):
+        draft = grow(seed, top_k, depth, nodes).draft()
+        assert paths_of(draft) == pytest.approx(expected(seed, top_k, depth, nodes))
         beliefs = paths_of(draft)
         assert list(beliefs) == sorted(beliefs, key=lambda path: -reached(beliefs, path))
 
@@ -79,32 +73,51 @@ def reached(beliefs: dict[tuple[int, ...], float], path: tuple[int, ...]) -> flo
     return chance
 
 
-def test_each_tree_ends_at_its_own_depth() -> None:
-    _, drafts = grow([1, 2], 3, 4, [9, 9], [2, 4])
-    assert paths_of(drafts[0]) == pytest.approx(expected(1, 3, 2, 9))
-    assert paths_of(drafts[1]) == pytest.approx(expected(2, 3, 4, 9))
-
-
 def test_nothing_follows_an_end() -> None:
-    _, (draft,) = grow([5], 3, 3, [12], [3], ends=(0, 1, 2))
-    found = paths_of(draft)
+    found = paths_of(grow(5, 3, 3, 12, ends=(0, 1, 2)).draft())
     assert found == pytest.approx(expected(5, 3, 3, 12, ends=(0, 1, 2)))
     assert found != pytest.approx(expected(5, 3, 3, 12))
 
 
 def test_what_cannot_be_reached_is_left_out() -> None:
-    tokens = torch.tensor([[3, 4]])
-    chances = torch.tensor([[0.5, 0.0]])
-    (draft,) = Growth(tokens, chances, chances).drafts([2], [1])
+    growth = Growth(2, 1, 2, ())
+    growth.extend([[3, 4]], [[0.5, 0.0]], [[0.5, 0.0]])
+    draft = growth.draft()
     check(draft)
     assert draft.tokens == [3]
 
 
-def test_ancestors_of_the_frontier_are_its_paths() -> None:
-    growth, _ = grow([4], 3, 3, [9], [3])
-    one, two = growth.ancestors_BKS[0, :, :3], growth.ancestors_BKS[0, :, 3:6]
-    assert growth.ancestors_BKS.shape == (1, 3, 9)
-    assert torch.equal(growth.ancestors_BKS[0, :, 6:], torch.eye(3, dtype=torch.bool))
-    assert torch.equal(two.long().argmax(-1), growth.parents_BK[0])
-    assert (one.sum(-1) == 1).all()
-    assert (two.sum(-1) == 1).all()
+@pytest.mark.parametrize(("best", "goes_on"), [(0.5, True), (0.4, False)])
+def test_no_level_is_begun_below_the_floor(best: float, goes_on: bool) -> None:
+    growth = Growth(9, 4, 2, (), floor=0.3)
+    growth.extend([[1, 2]], [[0.6, 0.4]], [[0.6, 0.4]])
+    assert len(growth.frontier) == 2
+    chances = [[best, 0.3], [0.2, 0.1]]
+    growth.extend([[3, 4], [5, 6]], chances, chances)
+    assert bool(growth.frontier) == goes_on
+    assert len(growth.draft()) == 6, "what was found is kept"
+
+
+def test_rows_are_the_paths_of_all_frontiers() -> None:
+    growth = Growth(40, 4, 3, ())
+    paths: list[tuple[int, ...]] = [()]
+    rows: list[tuple[int, ...]] = []  # the path of each row, as told by its parent row
+    while True:
+        probs, tokens = torch.stack([law(path, 4) for path in paths]).topk(3)
+        growth.extend(tokens.tolist(), probs.tolist(), probs.tolist())
+        if not growth.frontier:
+            break
+        before, paths = paths, [tuple(growth.path(node)) for node in growth.frontier]
+        assert [path[:-1] for path in paths] == [before[origin] for origin in growth.origins]
+        for path, parent in zip(paths, growth.rows[len(rows) :], strict=True):
+            rows.append((*(rows[parent] if parent >= 0 else ()), path[-1]))
+        assert rows[-len(paths) :] == paths
+    assert len(rows) == 9
+
+
+def test_what_could_not_be_kept_is_not_expanded() -> None:
+    growth = Growth(3, 3, 2, ())
+    growth.extend([[1, 2]], [[0.8, 0.1]], [[0.8, 0.1]])
+    assert [growth.tokens[node] for node in growth.frontier] == [1, 2]
+    growth.extend([[3, 4], [5, 6]], [[0.9, 0.05], [0.6, 0.4]], [[0.9, 0.05], [0.6, 0.4]])
+    assert [growth.tokens[node] for node in growth.frontier] == [3], "0.8, 0.72 and 0.1 are kept"

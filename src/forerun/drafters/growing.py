@@ -4,99 +4,128 @@ Li et al. 2024 (EAGLE-2, arXiv 2406.16858, section 4): expand the K nodes of the
 likeliest to be reached, keep the N likeliest of all candidates. A node is never likelier than its
 parent, so what is kept is a tree.
 
-B requests, K nodes of a frontier and candidates per node, S nodes of all frontiers, P candidates.
+Plain lists: at a few dozen candidates the smallest tensor operation costs more than all of a level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Collection, Sequence
 
 from forerun.core import Draft
 
 
 class Growth:
-    """The trees of B requests. The frontier holds the nodes to expand next.
+    """The tree of one request.
 
-    tokens_BK, reached_BK: of the frontier: its tokens, and the log of the chance that a node and
-    all its ancestors are right; -inf for a node that is not there.
-    parents_BK: per frontier node, the row of its parent in the frontier before.
-    ancestors_BKS: bool, for each frontier node, which of the frontier nodes so far lie on its path,
-    itself included.
+    frontier: the candidates to expand next, best first; at the start the root, -1.
+    origins: per frontier node, the place of its parent in the frontier before.
+    rows: per candidate that was in a frontier, in that order, its parent among them (-1: the root).
     """
 
-    def __init__(self, tokens_BK: Tensor, beliefs_BK: Tensor, chances_BK: Tensor) -> None:
-        """From the candidates of the roots, best first.
+    __slots__ = (
+        "_beliefs",
+        "_depth",
+        "_ends",
+        "_floor",
+        "_nodes",
+        "_origins",
+        "_parents",
+        "_width",
+        "frontier",
+        "level",
+        "origins",
+        "reached",
+        "rows",
+        "tokens",
+    )
+
+    def __init__(
+        self, nodes: int, depth: int, width: int, ends: Collection[int], floor: float = 0.0
+    ) -> None:
+        """At most `nodes` in a tree, `depth` of them in a path, `width` in a frontier.
+
+        ends: tokens that nothing follows. floor: no level is begun whose nodes are all less likely.
+        """
+        self._nodes, self._depth, self._width = nodes, depth, width
+        self._ends, self._floor = ends, floor
+        self.level = 0  # of the candidates that come next
+        self.tokens: list[int] = []
+        self.reached: list[float] = []  # the chance that a node and all its ancestors are right
+        self._beliefs: list[float] = []
+        self._parents: list[int] = []
+        self._origins: list[int] = []
+        self.frontier, self.origins = [-1], [0]
+        self.rows: list[int] = []
+
+    def extend(
+        self,
+        tokens_FK: Sequence[Sequence[int]],
+        beliefs_FK: Sequence[Sequence[float]],
+        chances_FK: Sequence[Sequence[float]],
+    ) -> None:
+        """Add the candidates behind every frontier node; the best of them are the next frontier.
 
         beliefs: what the drafter says of a candidate whose ancestors are right; chances: the same
         after correction, by which candidates are compared. 0: not there.
         """
-        nodes = tokens_BK.shape[1]
-        self._eye_KK = torch.eye(nodes, dtype=torch.bool, device=tokens_BK.device)
-        self._indices_BK = torch.arange(nodes, device=tokens_BK.device).expand_as(tokens_BK)
-        self.tokens_BK, self.reached_BK = tokens_BK, chances_BK.log()
-        self.parents_BK = torch.zeros_like(tokens_BK)
-        self.ancestors_BKS = self._eye_KK.expand(len(tokens_BK), -1, -1)
-        self._tokens, self._beliefs = [tokens_BK], [beliefs_BK]
-        self._reached = [self.reached_BK]
-        self._parents = [torch.full_like(tokens_BK, -1)]
-        self._candidates = nodes
+        first = len(self.tokens)
+        for place, node in enumerate(self.frontier):
+            above = self.reached[node] if node >= 0 else 1.0
+            for token, belief, chance in zip(
+                tokens_FK[place], beliefs_FK[place], chances_FK[place], strict=True
+            ):
+                if chance > 0:
+                    self.tokens.append(token)
+                    self.reached.append(above * chance)
+                    self._beliefs.append(belief)
+                    self._parents.append(node)
+                    self._origins.append(place)
+        self.level += 1
+        self._advance(first)
 
-    def extend(
-        self, tokens_BKK: Tensor, beliefs_BKK: Tensor, chances_BKK: Tensor, ended_BK: Tensor | None
-    ) -> None:
-        """Add the candidates of every frontier node; the best of them are the next frontier.
+    def _advance(self, first: int) -> None:
+        """Choose the next frontier among the candidates from `first` on."""
+        before = len(self.rows) - len(self.frontier)  # row of the first node of the old frontier
+        self.frontier = []
+        if self.level < self._depth:
+            reached = self.reached
+            new = sorted(range(first, len(reached)), key=reached.__getitem__, reverse=True)
+            least = self._least()
+            if new and reached[new[0]] >= self._floor:
+                self.frontier = [
+                    node
+                    for node in new[: self._width]
+                    if reached[node] > least and self.tokens[node] not in self._ends
+                ]
+        self.origins = [self._origins[node] for node in self.frontier]
+        if self.level == 1:
+            self.rows += [-1] * len(self.frontier)
+        else:
+            self.rows += [before + origin for origin in self.origins]
 
-        ended_BK: frontier nodes that nothing follows.
-        """
-        nodes = self.tokens_BK.shape[1]
-        reached_BK = self.reached_BK
-        if ended_BK is not None:
-            reached_BK = reached_BK.masked_fill(ended_BK, -torch.inf)
-        reached_BP = (reached_BK[..., None] + chances_BKK.log()).flatten(1)
-        tokens_BP = tokens_BKK.flatten(1)
-        self._tokens.append(tokens_BP)
-        self._beliefs.append(beliefs_BKK.flatten(1))
-        self._reached.append(reached_BP)
-        self._parents.append(self._indices_BK.repeat_interleave(nodes, 1))
-        self.reached_BK, best_BK = reached_BP.topk(nodes)
-        self.tokens_BK = tokens_BP.gather(1, best_BK)
-        self.parents_BK = best_BK // nodes
-        inherited_BKS = self.ancestors_BKS.gather(
-            1, self.parents_BK[..., None].expand_as(self.ancestors_BKS)
+    def _least(self) -> float:
+        """What a node must exceed so that a child of it could be kept."""
+        if len(self.reached) < self._nodes:
+            return 0.0
+        return sorted(self.reached)[-self._nodes]
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the root's child down to a candidate."""
+        upwards = []
+        while node >= 0:
+            upwards.append(self.tokens[node])
+            node = self._parents[node]
+        return upwards[::-1]
+
+    def draft(self) -> Draft:
+        """The likeliest candidates, parents before children and the likeliest first. `survival`
+        holds the belief in each, given its parent."""
+        order = sorted(range(len(self.reached)), key=self.reached.__getitem__, reverse=True)
+        del order[self._nodes :]
+        index = {candidate: node for node, candidate in enumerate(order)}
+        index[-1] = -1
+        return Draft(
+            [self.tokens[candidate] for candidate in order],
+            [index[self._parents[candidate]] for candidate in order],
+            [self._beliefs[candidate] for candidate in order],
         )
-        own_BKK = self._eye_KK.expand(len(best_BK), -1, -1)
-        self.ancestors_BKS = torch.cat((inherited_BKS, own_BKK), -1)
-        self._indices_BK = self._candidates + best_BK
-        self._candidates += reached_BP.shape[1]
-
-    def drafts(self, nodes: Sequence[int], depths: Sequence[int]) -> list[Draft]:
-        """The likeliest `nodes` candidates of each tree, down to its depth, parents before children
-        and the likeliest first. `survival` holds the belief in each, given its parent."""
-        reached_BP = torch.cat(self._reached, 1)
-        sizes = torch.tensor([level.shape[1] for level in self._reached])
-        levels_P = torch.arange(1, len(sizes) + 1).repeat_interleave(sizes).to(reached_BP.device)
-        too_deep_BP = levels_P > levels_P.new_tensor(depths)[:, None]
-        reached_BP = reached_BP.masked_fill(too_deep_BP, -torch.inf)
-        reached, order_BN = reached_BP.topk(min(max(nodes), reached_BP.shape[1]))
-        parts = (self._tokens, self._parents, self._beliefs)
-        columns = [torch.cat(part, 1).gather(1, order_BN) for part in parts]
-        lists = (column.tolist() for column in (reached, order_BN, *columns))
-        rows = zip(nodes, *lists, strict=True)
-        return [_draft(*row) for row in rows]
-
-
-def _draft(
-    nodes: int,
-    reached: list[float],
-    order: list[int],
-    tokens: list[int],
-    parents: list[int],
-    beliefs: list[float],
-) -> Draft:
-    there = min(nodes, sum(chance > float("-inf") for chance in reached))
-    index = {candidate: node for node, candidate in enumerate(order[:there])}
-    index[-1] = -1
-    return Draft(tokens[:there], [index[parent] for parent in parents[:there]], beliefs[:there])

@@ -17,18 +17,23 @@ from forerun.sampling import Place
 
 
 def rank(
-    logits_NU: Tensor, places: Sequence[Place], top_k: int, ids_U: Tensor | None, vocab_size: int
+    logits_NU: Tensor,
+    places: Sequence[Place] | None,
+    top_k: int,
+    ids_U: Tensor | None,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The best tokens of each row, best first, and the belief in each, [N, K].
 
     Where the target samples, it takes the largest log p + noise. The draft ranks by its own log q +
     the same noise, and believes in a token as far as it stands out among the others. Where the
     target is greedy both go without noise. Tokens that the law leaves out have belief 0.
-    places: neighbours with the same request must stand at the same position.
+    places: neighbours with the same request must stand at the same position. None: all places are
+    greedy, without edits.
     ids_U: ids of the draft's tokens where they are not those of the target, which has `vocab_size`.
     """
     top_k = min(top_k, logits_NU.shape[1])
-    if all(place.is_argmax for place in places):
+    if places is None or all(place.is_argmax for place in places):
         columns_NK, beliefs_NK = _best(logits_NU, top_k)
         return (columns_NK if ids_U is None else ids_U[columns_NK]), beliefs_NK
     parts = []

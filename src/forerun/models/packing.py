@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.models.cache import Span
 from forerun.models.target import Segment
 
 
@@ -65,3 +66,25 @@ def pack(segments: Sequence[Segment]) -> Packed:
         parents,
         wanted,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The nodes behind the committed slots of a span, of which the last `rows` are run."""
+
+    span: Span
+    parents: Sequence[int]
+    rows: int
+
+
+def pack_parts(tokens: list[int], parts: Sequence[Part]) -> Packed:
+    """The same for passes that go on from earlier ones. tokens: of the rows."""
+    first, node, parents = array("i", [0]), array("i", [0]), array("i")
+    for part in parts:
+        assert 0 < part.rows <= len(part.parents) <= part.span.capacity - part.span.length
+        parents.extend(part.parents)
+        first.append(first[-1] + part.rows)
+        node.append(len(parents))
+    base = array("i", [part.span.base for part in parts])
+    length = array("i", [part.span.length for part in parts])
+    return Packed(tokens, base, length, first, node, parents, [])

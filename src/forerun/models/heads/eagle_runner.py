@@ -1,0 +1,125 @@
+"""An EAGLE draft as it drafts: the network of `eagle.py`, fused, with its keys and values.
+
+R rows of a pass, N rows without order, C hidden size, F features per row, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.models.cache import KVStore
+from forerun.models.heads.eagle import Eagle1, Eagle3, EagleDraft
+from forerun.models.heads.fused import (
+    draft_backend,
+    draft_rope,
+    fused,
+    fused_layer,
+    norm_weight,
+)
+from forerun.models.layers import Backend, Layer
+from forerun.models.packing import Packed
+from forerun.models.rope import Rope
+from forerun.models.target import OpenTarget
+
+
+class EagleRunner:
+    """Passes over the rows of many requests.
+
+    The network itself is not kept: what is needed of it was laid out anew. store: its keys and
+    values, `slots` tokens of them. ids_U: the target's ids of the draft's tokens where they differ.
+    """
+
+    def __init__(self, network: EagleDraft, target: OpenTarget, slots: int) -> None:
+        assert isinstance(network, Eagle1 | Eagle3)
+        self.settings = c = network.settings
+        self._target = target
+        dtype, device = target.info.dtype, target.info.device
+        network = network.to(device, dtype)
+        backend = draft_backend(c, c.layers, dtype, device, target.info.hidden_size)
+        self._backend = backend
+        self.store = KVStore(c.layers, c.kv_heads, c.head_dim, slots, dtype, device)
+        self.ids_U: Tensor | None = None
+        if network.d2t is not None:
+            self.ids_U = network.target_ids(torch.arange(len(network.d2t), device=device))
+        own = network.embed_tokens
+        self._embedding_VC = None if own is None else own.weight.data
+        self._head = None if network.lm_head is None else fused(backend, network.lm_head)
+        self._fc = fused(backend, network.fc)
+        self._layers = _layers(backend, network, draft_rope(c, device))
+        self._feature_norms: list[Tensor] = []
+        self._last_norm_C: Tensor | None = None
+        self._norm_output = self._reads_beside = False
+        if isinstance(network, Eagle3):
+            norms = network.fc_norm or [network.input_norm]
+            weights = (norm_weight(norm) for norm in norms)
+            self._feature_norms = [weight_C for weight_C in weights if weight_C is not None]
+            self._last_norm_C = norm_weight(network.norm)
+            self._norm_output = network.settings.norm_output
+            self._reads_beside = True
+
+    def fuse(self, features_NF: Tensor) -> Tensor:
+        """See `EagleDraft.fuse`; [N, C]."""
+        if not self._reads_beside:
+            return features_NF.clone()  # a pass writes over what it is fed
+        if norms := self._feature_norms:
+            parts = (part.contiguous() for part in features_NF.chunk(len(norms), -1))
+            normed = [self._backend.norm(*pair) for pair in zip(parts, norms, strict=True)]
+            features_NF = normed[0] if len(normed) == 1 else torch.cat(normed, -1)
+        return self._backend.linear(features_NF, self._fc)
+
+    def run(self, packed: Packed, hidden_RC: Tensor) -> Tensor:
+        """The states that rows behind these are fed, [R, C]; hidden_RC is written over."""
+        self._backend.begin(packed, self.store)
+        embedded_RC = self._embed(torch.tensor(packed.tokens, device=hidden_RC.device))
+        if self._reads_beside:
+            hidden_RC = self._backend.run(hidden_RC, self._layers, embedded_RC)
+        else:
+            both_RX = torch.cat((embedded_RC, hidden_RC), -1)
+            hidden_RC = self._backend.run(self._backend.linear(both_RX, self._fc), self._layers)
+        if self._norm_output and self._last_norm_C is not None:
+            hidden_RC = self._backend.norm(hidden_RC, self._last_norm_C)
+        return hidden_RC
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """Of the draft's tokens behind rows that gave these states, [N, U], float32."""
+        norm_C = None if self._norm_output else self._last_norm_C
+        if self._head is not None:
+            return self._backend.logits(hidden_NC, norm_C, self._head)
+        if norm_C is not None:
+            hidden_NC = self._backend.norm(hidden_NC, norm_C)
+        return self._target.head_logits(hidden_NC)
+
+    def _embed(self, tokens_R: Tensor) -> Tensor:
+        if self._embedding_VC is None:
+            return self._target.embed(tokens_R, scaled=False)
+        return functional.embedding(tokens_R, self._embedding_VC)
+
+
+def _layers(backend: Backend, network: Eagle1 | Eagle3, rope: Rope) -> list[Layer]:
+    layers = []
+    for index, layer in enumerate(cast("Iterable[Any]", network.layers)):
+        before_attention = layer.input_layernorm
+        flags: dict[str, Any] = {}
+        if index == 0 and isinstance(network, Eagle3):
+            before_attention = layer.hidden_norm
+            flags["beside_C"] = norm_weight(layer.input_layernorm)
+            flags["normed_residual"] = network.settings.norm_before_residual
+        layers.append(
+            fused_layer(
+                backend,
+                index,
+                layer.self_attn,
+                layer.mlp,
+                before_attention,
+                layer.post_attention_layernorm,
+                rope,
+                window=network.settings.sliding_window or 0,
+                **flags,
+            )
+        )
+    return layers
