@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -50,19 +49,12 @@ SHAPES = {"chain": f"k={random_drafts.AHEAD},top_k=1", "tree": f"top_k=4,nodes={
 # ---- passes -------------------------------------------------------------------------------------
 
 
-def _passes(drafter: Drafter) -> list[tuple[Any, str]]:
-    """The methods of a drafter and its parts in which it computes, and does nothing else."""
-    if isinstance(drafter, Medusa):
-        return [(drafter._runner, "logits")]
-    if isinstance(drafter, DFlashDrafter):
-        return [(drafter._runner, "append"), (drafter._runner, "logits")]
-    assert isinstance(drafter, EagleDrafter)
-    return [
-        (drafter._target, "final_norm"),
-        (drafter._network, "fuse"),
-        (drafter, "_run"),
-        (drafter, "_logits"),
-    ]
+def passes(drafter: Drafter) -> list[tuple[Any, str]]:
+    """The methods in which a drafter runs its network, and does nothing else."""
+    assert isinstance(drafter, Medusa | EagleDrafter | DFlashDrafter)
+    runner = drafter._runner
+    names = [name for name in ("fuse", "append", "run", "logits") if hasattr(runner, name)]
+    return [(drafter._target, "final_norm"), *((runner, name) for name in names)]
 
 
 @contextmanager
@@ -92,48 +84,28 @@ def watched(methods: Sequence[tuple[Any, str]], watch: Callable[..., Any]) -> It
             delattr(owner, name)
 
 
-@dataclass
 class Recording:
-    """The passes of a round, to be run again on the same rows and caches."""
+    """The passes of a round, to be run again on the same rows and slots."""
 
-    drafter: Drafter
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    def __init__(self, drafter: Drafter) -> None:
+        self.methods = passes(drafter)
+        self.calls: list[tuple[Any, ...]] = []
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> AbstractContextManager[None]:
+        """Write down the passes that happen inside."""
+
         def note(*call: Any) -> Any:
             self.calls.append(call)
             return call[0](*call[1:])
 
-        self.before = _lengths(self.drafter)
-        with watched(_passes(self.drafter), note):
-            yield
-        self.after = _lengths(self.drafter)
+        return watched(self.methods, note)
 
     def replay(self) -> float:
         """Seconds of the passes alone."""
-        _set_lengths(self.drafter, self.before)
         begin = perf_counter()
         for method, *args in self.calls:
             method(*args)
-        seconds = perf_counter() - begin
-        _set_lengths(self.drafter, self.after)
-        return seconds
-
-
-def _caches(drafter: Drafter) -> list[Any]:
-    if isinstance(drafter, EagleDrafter):
-        return [follower.cache for follower in drafter._followers.values()]
-    return []  # the passes of the others leave what they find as it is
-
-
-def _lengths(drafter: Drafter) -> list[tuple[int, int]]:
-    return [(cache.stable, cache.used) for cache in _caches(drafter)]
-
-
-def _set_lengths(drafter: Drafter, lengths: Sequence[tuple[int, int]]) -> None:
-    for cache, (stable, used) in zip(_caches(drafter), lengths, strict=True):
-        cache.stable, cache.used = stable, used
+        return perf_counter() - begin
 
 
 # ---- rounds -------------------------------------------------------------------------------------
@@ -214,13 +186,13 @@ class Steps:
 
     def step(self) -> None:
         """Run and time one step."""
-        passes = {True: 0.0, False: 0.0}  # of the target; of the draft
+        spent = {True: 0.0, False: 0.0}  # in passes of the target; of the draft
 
         def clock(of_target: bool) -> Callable[..., Any]:
             def timed(method: Callable[..., Any], *args: Any) -> Any:
                 begin = perf_counter()
                 result = method(*args)
-                passes[of_target] += perf_counter() - begin
+                spent[of_target] += perf_counter() - begin
                 return result
 
             return timed
@@ -228,11 +200,11 @@ class Steps:
         drafter = self.engine.drafter
         with (
             watched([(self.engine.target, "forward")], clock(True)),
-            watched(_passes(drafter) if drafter else [], clock(False)),
+            watched(passes(drafter) if drafter else [], clock(False)),
         ):
             begin = perf_counter()
             self.engine.step()
-            self.seconds.append((perf_counter() - begin, passes[True], passes[False]))
+            self.seconds.append((perf_counter() - begin, spent[True], spent[False]))
 
     def medians(self) -> tuple[float, float]:
         """Seconds of a step, and outside of its passes."""

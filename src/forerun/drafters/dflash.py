@@ -110,7 +110,6 @@ class DFlashDrafter(Drafter):
         self._contexts: dict[int, Context] = {}
         self._calibration = Calibration()
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         asked = {
             request.id: context
@@ -130,7 +129,6 @@ class DFlashDrafter(Drafter):
             for request, budget in zip(requests, budgets, strict=True)
         ]
 
-    @torch.inference_mode()
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:

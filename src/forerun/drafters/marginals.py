@@ -40,7 +40,7 @@ def candidates(
     ids_U: ids of the draft's tokens where they are not those of the target, which has `vocab_size`.
     """
     if all(Place(request).is_argmax for request in requests):  # and then at all places
-        return _at_once(requests, logits_BDU, top_k, ids_U, vocab_size)
+        return _at_once(logits_BDU, top_k, ids_U, vocab_size)
     tokens: list[list[list[int]]] = [[] for _ in requests]
     beliefs: list[list[list[float]]] = [[] for _ in requests]
     for logits_BU in logits_BDU.unbind(1):
@@ -57,18 +57,14 @@ def candidates(
 
 
 def _at_once(
-    requests: Sequence[Request],
-    logits_BDU: Tensor,
-    top_k: int,
-    ids_U: Tensor | None,
-    vocab_size: int,
+    logits_BDU: Tensor, top_k: int, ids_U: Tensor | None, vocab_size: int
 ) -> list[Candidates]:
     """The same where no place looks at more than its logits."""
-    places = [Place(request) for request in requests for _ in range(logits_BDU.shape[1])]
-    ids_NK, beliefs_NK = ranking.rank(logits_BDU.flatten(0, 1), places, top_k, ids_U, vocab_size)
-    shape = (*logits_BDU.shape[:2], -1)
-    rows = zip(ids_NK.view(shape).tolist(), beliefs_NK.view(shape).tolist(), strict=True)
-    return [Candidates(*row) for row in rows]
+    places = logits_BDU.shape[1]
+    ranked = ranking.rank(logits_BDU.flatten(0, 1), None, top_k, ids_U, vocab_size)
+    tokens, beliefs = (part_NK.tolist() for part_NK in ranked)
+    ends = range(places, len(tokens) + 1, places)
+    return [Candidates(tokens[end - places : end], beliefs[end - places : end]) for end in ends]
 
 
 def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) -> Draft:
@@ -85,24 +81,22 @@ def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) ->
     parents: list[int] = []
     beliefs: list[float] = []
     reached: list[float] = []  # path probability of each node
-    heap: list[tuple[float, int, int, int]] = []  # minus path probability, parent, place, rank
-
-    def offer(parent: int, place: int, rank: int) -> None:
-        if rank < len(candidates.beliefs[place]) and (belief := candidates.beliefs[place][rank]):
-            chance = belief if parent < 0 else reached[parent] * belief
-            if chance > 0:
-                heapq.heappush(heap, (-chance, parent, place, rank))
-
     last = len(candidates.tokens) - 1
-    offer(-1, 0, 0)
+    # Minus path probability, parent, place, rank.
+    heap = [(-candidates.beliefs[0][0], -1, 0, 0)]
     while heap and len(tokens) < nodes:
         negative, parent, place, rank = heapq.heappop(heap)
-        token = candidates.tokens[place][rank]
+        if not negative:
+            break  # and so are all others
+        node, token, ranks = len(tokens), candidates.tokens[place][rank], candidates.beliefs[place]
         tokens.append(token)
         parents.append(parent)
-        beliefs.append(candidates.beliefs[place][rank])
+        beliefs.append(ranks[rank])
         reached.append(-negative)
-        offer(parent, place, rank + 1)
+        if rank + 1 < len(ranks):
+            above = reached[parent] if parent >= 0 else 1.0
+            heapq.heappush(heap, (-above * ranks[rank + 1], parent, place, rank + 1))
         if place < last and token not in ends:
-            offer(len(tokens) - 1, place + 1, 0)
+            first = candidates.beliefs[place + 1][0]
+            heapq.heappush(heap, (negative * first, node, place + 1, 0))
     return depth_first(Draft(tokens, parents, beliefs))

@@ -57,7 +57,8 @@ class MedusaOptions(Settings):
 class Medusa(Drafter):
     """One pass of the heads per round over the last hidden states of all requests.
 
-    State per request is that one hidden state, so there is nothing to catch up.
+    State per request is that one hidden state (with those of its pass), so there is nothing to
+    catch up.
     """
 
     name = "medusa"
@@ -85,19 +86,18 @@ class Medusa(Drafter):
         self._nodes = options.nodes or (self._depth if self._top_k == 1 else NODES)
         self.makes_trees = self._top_k > 1
         self.taps = (info.layers,)
-        self._states: dict[int, Tensor] = {}  # [C], of the last cached token of each request
+        self._taps: dict[int, Tensor] = {}  # [R, 1, C], of the rows that were cached last
         self._calibration = Calibration()
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         able = {
             request.id: request
             for request, budget in zip(requests, budgets, strict=True)
-            if budget > 0 and request.id in self._states
+            if budget > 0 and request.id in self._taps
         }
         if not able:
             return [Draft()] * len(requests)
-        hidden_BC = torch.stack([self._states[id] for id in able])
+        hidden_BC = torch.cat([self._taps[id][-1] for id in able])
         logits_BDU = self._runner.logits(hidden_BC, min(self._depth, max(budgets)))
         found = candidates(
             list(able.values()),
@@ -117,10 +117,10 @@ class Medusa(Drafter):
     ) -> None:
         for request, taps_RTC in zip(requests, taps, strict=True):
             self._calibration.settle(request)
-            self._states[request.id] = taps_RTC[-1, 0].clone()  # a view would keep all rows alive
+            self._taps[request.id] = taps_RTC
 
     def release(self, request: Request) -> None:
-        self._states.pop(request.id, None)
+        self._taps.pop(request.id, None)
         self._calibration.forget(request)
 
     def _draft(self, request: Request, ranked: Candidates, budget: int) -> Draft:

@@ -78,13 +78,14 @@ class DFlashRunner:
         but the slots behind what is committed."""
         self._backend.begin(packed, self.store)
         hidden_RC = self._backend.run(self._embed(packed.tokens), self._layers)
-        if len(packed.wanted) < packed.rows:
-            hidden_RC = hidden_RC[packed.wanted]
+        first, last = packed.wanted[0], packed.wanted[-1]
+        unbroken = last - first == len(packed.wanted) - 1
+        hidden_NC = hidden_RC[first : last + 1] if unbroken else hidden_RC[packed.wanted]
         if self._head is None:
-            normed_NC = self._backend.norm(hidden_RC, self._last_norm_C)
+            normed_NC = self._backend.norm(hidden_NC, self._last_norm_C)
             logits_NU = self._target.head_logits(normed_NC)
         else:
-            logits_NU = self._backend.logits(hidden_RC, self._last_norm_C, self._head)
+            logits_NU = self._backend.logits(hidden_NC, self._last_norm_C, self._head)
         return self.config.finished(logits_NU)
 
     def _embed(self, tokens: list[int]) -> Tensor:
