@@ -5,11 +5,11 @@ MODEL  := smollm2-135m
 BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help demo test test-all check fix bench bench-peers wheel model clean
+.PHONY: help demo test test-all check fix bench bench-drafting bench-peers wheel model clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: model  ## answer two prompts plainly and with speculation: same text, other speed
 	$(BIN)/python scripts/demo.py --model $(MODEL)
@@ -32,6 +32,9 @@ fix: $(VENV)/ready  ## mend what lint and formatting can mend by themselves
 
 bench: model  ## measure every training-free drafter beside plain decoding
 	$(BIN)/forerun bench --model $(MODEL) --draft ngram --draft suffix --workload mix
+
+bench-drafting: model  ## measure what trained drafters cost beside their own forward passes
+	$(BIN)/python -m bench.drafting
 
 bench-peers: model  ## measure other engines beside forerun (installs them: 4 GB, half an hour)
 	$(BIN)/python -m bench.peers

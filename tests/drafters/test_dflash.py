@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -42,6 +43,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return tiny_llama(tmp_path_factory.mktemp("target"), layers=4, seed=1)
 
 
+networks: WeakKeyDictionary[DFlashDrafter, DFlash] = WeakKeyDictionary()
+
+
 @pytest.fixture
 def drafter_of(target: LoadedModel, tmp_path: Path) -> Callable[..., DFlashDrafter]:
     def build(spec: str = "", **numbers: Any) -> DFlashDrafter:
@@ -49,6 +53,7 @@ def drafter_of(target: LoadedModel, tmp_path: Path) -> Callable[..., DFlashDraft
         checkpoint.export(module, "speculators", tmp_path / "draft")
         drafter = make(f"dflash:{tmp_path / 'draft'}{spec}", target.target)  # type: ignore[arg-type]
         assert isinstance(drafter, DFlashDrafter)
+        networks[drafter] = module
         return drafter
 
     return build
@@ -89,7 +94,7 @@ def slots_of(
 
 
 def chain_of(target: LoadedModel, drafter: DFlashDrafter, tokens: Sequence[int]) -> list[int]:
-    logits_DU, ids_U = slots_of(target, drafter._module, tokens, drafter._width)
+    logits_DU, ids_U = slots_of(target, networks[drafter], tokens, drafter._width)
     return ids_U[logits_DU.argmax(-1)].tolist()
 
 
@@ -116,13 +121,16 @@ def test_what_is_kept_equals_what_is_computed_at_once(
     asked = request(list(range(30)))
     for upto in (4, 5, 11, 12, 29):
         cache(target, drafter, asked, upto)
-        drafter._settle([drafter._contexts[asked.id]])
+        context = drafter._contexts[asked.id]
+        assert drafter._has_room(asked, context)
+        drafter._settle([context])
         propose(drafter, asked)
-    kept = drafter._contexts[asked.id].cache
-    assert kept.used == 29
+    span = drafter._contexts[asked.id].span
+    assert span.length == 29
     taps_RTE = taps_of(target, asked.tokens[:29], drafter.taps)
-    whole = drafter._module.context_kv(taps_RTE[None], torch.arange(29)[None])[:, :, 0]
-    assert torch.allclose(kept.kv[:, :, :, :29], whole, atol=1e-5)
+    whole = networks[drafter].context_kv(taps_RTE[None], torch.arange(29)[None])[:, :, 0]
+    kept = drafter._runner.store.kv[:, :, :, span.base : span.base + 29]
+    assert torch.allclose(kept, whole, atol=1e-5)
 
 
 def test_a_batch_is_one_pass(
@@ -135,12 +143,12 @@ def test_a_batch_is_one_pass(
     for each in requests:
         cache(target, drafter, each, len(each.tokens) - 1)
     passes = []
-    forward = DFlash.forward
+    logits = drafter._runner.logits
     monkeypatch.setattr(
-        DFlash, "forward", lambda *args: passes.append(args[1].shape) or forward(*args)
+        drafter._runner, "logits", lambda packed: passes.append(packed.rows) or logits(packed)
     )
     drafts = drafter.propose(requests, [9, 0, 2])
-    assert passes == [(1, 2 * 5, 32)]
+    assert passes == [2 * 5]
     expected = [chain_of(target, drafter, each.tokens) for each in requests]
     assert [list(draft.tokens) for draft in drafts] == [expected[0], [], expected[2][:2]]
 
@@ -152,7 +160,7 @@ def test_survival_is_the_networks_own_probability_at_first(
     asked = request(list(range(9)))
     cache(target, drafter, asked, 8)
     draft = propose(drafter, asked)
-    logits_DV, _ = slots_of(target, drafter._module, asked.tokens, drafter._width)
+    logits_DV, _ = slots_of(target, networks[drafter], asked.tokens, drafter._width)
     expected = logits_DV.softmax(-1).max(-1).values.cumprod(0)
     assert draft.survival == pytest.approx(expected.tolist(), rel=1e-4)
 
@@ -183,7 +191,7 @@ def test_sampled_proposals_share_the_noise_of_the_request(
     drafter = drafter_of()
     asked = request(list(range(9)), **SAMPLED, presence_penalty=1.5, logit_bias={97: 2.0})
     cache(target, drafter, asked, 8)
-    logits_DV, _ = slots_of(target, drafter._module, asked.tokens, drafter._width)
+    logits_DV, _ = slots_of(target, networks[drafter], asked.tokens, drafter._width)
     expected: list[int] = []
     for logits_V in logits_DV:
         expected += sampling.choose(logits_V[None], [Place(asked, expected)])
@@ -227,6 +235,21 @@ def test_a_request_that_outgrew_the_draft_goes_on_without(
         cache(target, drafter, asked, length - 1)
         assert len(propose(drafter, asked).tokens) == drafted
     assert not drafter._contexts
+
+
+def test_a_request_without_room_goes_on_without(target: LoadedModel, tmp_path: Path) -> None:
+    """14 slots hold the context of one request and a block of five, not those of another."""
+    checkpoint.export(tiny_dflash_module(target.target.info), "speculators", tmp_path / "draft")
+    small = {"store": target.target.new_store(14)}
+    drafter = make(f"dflash:{tmp_path / 'draft'}", target.target, **small)  # type: ignore[arg-type]
+    assert isinstance(drafter, DFlashDrafter)
+    first, second = (request(list(range(9)), id=id) for id in range(2))
+    for asked in (first, second):
+        cache(target, drafter, asked, 8)
+    drafts = drafter.propose([first, second], [4, 4])
+    assert [len(draft) for draft in drafts] == [4, 0]
+    drafter.release(first)
+    assert not propose(drafter, second).tokens, "what was forgotten cannot be caught up"
 
 
 def test_a_gap_in_what_was_seen_ends_the_drafts(
@@ -379,7 +402,7 @@ def test_the_self_check_finds_the_slots(
     spec = f"dflash:{tmp_path / 'draft'},slots="
     forced = make(spec + ("anchor-first" if anchor_first else "in-place"), target.target, **context)  # type: ignore[arg-type]
     assert isinstance(forced, DFlashDrafter)
-    assert forced._module.config.anchor_first == anchor_first
+    assert forced._runner.config.anchor_first == anchor_first
 
 
 def test_the_self_check_refuses_what_predicts_nothing(target: LoadedModel, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_pruning_remaps_parents() -> None:
 
 
 def test_pruning_refuses_orphans() -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(AssertionError):
         tree.prune(TREE, {5, 0})
 
 

@@ -13,6 +13,7 @@ BINS = 32
 WEIGHT = 8.0  # decisions that the drafter's own belief counts for
 MEMORY = 512.0  # decisions per bin after which old ones start to fade
 REQUEST_MEMORY = 32.0  # the same for one request
+MOST = 0.99  # nothing is certain
 
 
 class _Ratio:
@@ -51,14 +52,14 @@ class Calibration:
         """The chance that a node is right whose ancestors are, where the drafter says `belief`."""
         own = self._requests.get(request.id)
         estimate = belief * self._bins[int(belief * BINS)].value
-        return min(0.99, estimate * own.value if own else estimate)
+        return min(MOST, estimate * own.value if own else estimate)
 
     def estimates(self, requests: Sequence[Request], beliefs_BN: Tensor) -> Tensor:
         """`estimate` for many nodes at once; row b holds beliefs about requests[b]."""
         ratios = beliefs_BN.new_tensor([ratio.value for ratio in self._bins])
         known = (self._requests.get(request.id) for request in requests)
         own_B1 = beliefs_BN.new_tensor([[ratio.value if ratio else 1.0] for ratio in known])
-        return (beliefs_BN * ratios[(beliefs_BN * BINS).long()] * own_B1).clamp(max=0.99)
+        return (beliefs_BN * ratios[(beliefs_BN * BINS).long()] * own_B1).clamp(max=MOST)
 
     def propose(
         self,
@@ -74,12 +75,18 @@ class Calibration:
         beliefs: per node, the chance that it is right if its ancestors are. All nodes are
         remembered until `settle`, so that what is never proposed can prove to be worth it.
         """
+        bins = self._bins
+        known = self._requests.get(request.id)
+        own = known.value if known else 1.0
         survival: list[float] = []
-        for parent, belief in zip(parents, beliefs, strict=True):
+        for parent, belief in zip(parents, beliefs, strict=True):  # `estimate`, without its calls
+            estimate = belief * bins[int(belief * BINS)].value * own
             reached = survival[parent] if parent >= 0 else 1.0
-            survival.append(reached * self.estimate(request, belief))
+            survival.append(reached * (estimate if estimate < MOST else MOST))
         draft = Draft(tokens, parents, survival, probs_NV)
         self._open[request.id] = (len(request.tokens), draft, beliefs)
+        if not min_prob:
+            return draft
         return prune(draft, [n for n, chance in enumerate(survival) if chance >= min_prob])
 
     def settle(self, request: Request) -> None:
@@ -92,7 +99,7 @@ class Calibration:
             own = self._requests[request.id] = _Ratio(REQUEST_MEMORY)
         for node, right in outcomes(draft, request.tokens[length:]):
             shared = self._bins[int(beliefs[node] * BINS)]
-            own.learn(min(0.99, beliefs[node] * shared.value), right)
+            own.learn(min(MOST, beliefs[node] * shared.value), right)
             shared.learn(beliefs[node], right)
 
     def forget(self, request: Request) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.core import Draft, Request
 from forerun.drafters import ranking
+from forerun.drafters.tree import depth_first
 from forerun.sampling import Place
 
 
@@ -38,6 +39,8 @@ def candidates(
 
     ids_U: ids of the draft's tokens where they are not those of the target, which has `vocab_size`.
     """
+    if all(Place(request).is_argmax for request in requests):  # and then at all places
+        return _at_once(logits_BDU, top_k, ids_U, vocab_size)
     tokens: list[list[list[int]]] = [[] for _ in requests]
     beliefs: list[list[list[float]]] = [[] for _ in requests]
     for logits_BU in logits_BDU.unbind(1):
@@ -53,6 +56,17 @@ def candidates(
     return [Candidates(*each) for each in zip(tokens, beliefs, strict=True)]
 
 
+def _at_once(
+    logits_BDU: Tensor, top_k: int, ids_U: Tensor | None, vocab_size: int
+) -> list[Candidates]:
+    """The same where no place looks at more than its logits."""
+    places = logits_BDU.shape[1]
+    ranked = ranking.rank(logits_BDU.flatten(0, 1), None, top_k, ids_U, vocab_size)
+    tokens, beliefs = (part_NK.tolist() for part_NK in ranked)
+    ends = range(places, len(tokens) + 1, places)
+    return [Candidates(tokens[end - places : end], beliefs[end - places : end]) for end in ends]
+
+
 def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) -> Draft:
     """The `nodes` likeliest prefixes: no tree of that size has a larger sum of path probabilities,
     which is the expected number of accepted tokens.
@@ -61,28 +75,28 @@ def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) ->
     and its left sibling, so a heap of open nodes yields them in order; one that is taken opens its
     next sibling and its first child (Cai et al. 2024, section 2.3.3; DDTree, arXiv 2604.12989).
     `survival` holds the belief in each node given its parent. ends: tokens after which nothing
-    follows.
+    follows. Nodes come in the order of `depth_first`.
     """
     tokens: list[int] = []
     parents: list[int] = []
     beliefs: list[float] = []
-    # (minus path probability, parent, place, rank, probability of the parent's path)
-    heap: list[tuple[float, int, int, int, float]] = []
-
-    def offer(parent: int, place: int, rank: int, reached: float) -> None:
-        if place < len(candidates.tokens) and rank < len(candidates.tokens[place]):
-            chance = reached * candidates.beliefs[place][rank]
-            if chance > 0:
-                heapq.heappush(heap, (-chance, parent, place, rank, reached))
-
-    offer(-1, 0, 0, 1.0)
+    reached: list[float] = []  # path probability of each node
+    last = len(candidates.tokens) - 1
+    # Minus path probability, parent, place, rank.
+    heap = [(-candidates.beliefs[0][0], -1, 0, 0)]
     while heap and len(tokens) < nodes:
-        negative, parent, place, rank, reached = heapq.heappop(heap)
-        token = candidates.tokens[place][rank]
+        negative, parent, place, rank = heapq.heappop(heap)
+        if not negative:
+            break  # and so are all others
+        node, token, ranks = len(tokens), candidates.tokens[place][rank], candidates.beliefs[place]
         tokens.append(token)
         parents.append(parent)
-        beliefs.append(candidates.beliefs[place][rank])
-        offer(parent, place, rank + 1, reached)
-        if token not in ends:
-            offer(len(tokens) - 1, place + 1, 0, -negative)
-    return Draft(tokens, parents, beliefs)
+        beliefs.append(ranks[rank])
+        reached.append(-negative)
+        if rank + 1 < len(ranks):
+            above = reached[parent] if parent >= 0 else 1.0
+            heapq.heappush(heap, (-above * ranks[rank + 1], parent, place, rank + 1))
+        if place < last and token not in ends:
+            first = candidates.beliefs[place + 1][0]
+            heapq.heappush(heap, (negative * first, node, place + 1, 0))
+    return depth_first(Draft(tokens, parents, beliefs))

@@ -1,6 +1,7 @@
 """`medusa:DIR`: heads on the target's last hidden state guess the tokens ahead all at once.
 
-Cai et al. 2024 (arXiv 2401.10774). The network is in `models/heads/medusa.py`.
+Cai et al. 2024 (arXiv 2401.10774). The network is in `models/heads/medusa.py`, and as it drafts
+in `models/heads/medusa_runner.py`.
 
     tokens         0 ........... s-2    s-1                   s       s + 1 ...
     known          hidden states        the last committed    head 0  head 1, all from state s-2
@@ -22,9 +23,9 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.marginals import Candidates, best_tree, candidates
 from forerun.drafters.static_tree import StaticTree
-from forerun.drafters.tree import depth_first
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
+from forerun.models.heads.medusa_runner import MedusaRunner
 from forerun.models.hub import locate
 from forerun.models.target import opened
 
@@ -56,7 +57,8 @@ class MedusaOptions(Settings):
 class Medusa(Drafter):
     """One pass of the heads per round over the last hidden states of all requests.
 
-    State per request is that one hidden state, so there is nothing to catch up.
+    State per request is that one hidden state (with those of its pass), so there is nothing to
+    catch up.
     """
 
     name = "medusa"
@@ -68,8 +70,8 @@ class Medusa(Drafter):
         self._target = opened(context.target, self.name)
         info = context.target.info
         folder = locate(options.model)
-        self._heads = checkpoint.read(folder, info.dtype).to(info.device)
-        config = self._heads.config
+        network = checkpoint.read(folder, info.dtype)
+        config = network.config
         if problems := checkpoint.misfits(config, folder, info):
             raise ConfigError(problems[0])
         self._tree = StaticTree.read(Path(options.tree).expanduser()) if options.tree else None
@@ -79,28 +81,29 @@ class Medusa(Drafter):
                 f"{options.model} has {config.heads} heads and cannot look {self._depth} tokens "
                 f"ahead; use k={config.heads} or a tree of that depth"
             )
+        self._runner = MedusaRunner(network, self._target, self._depth)
         self._top_k = self._tree.width if self._tree else options.top_k or TOP_K
         self._nodes = options.nodes or (self._depth if self._top_k == 1 else NODES)
         self.makes_trees = self._top_k > 1
         self.taps = (info.layers,)
-        self._states: dict[int, Tensor] = {}  # [C], of the last cached token of each request
+        self._taps: dict[int, Tensor] = {}  # [R, 1, C], of the rows that were cached last
         self._calibration = Calibration()
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         able = {
             request.id: request
             for request, budget in zip(requests, budgets, strict=True)
-            if budget > 0 and request.id in self._states
+            if budget > 0 and request.id in self._taps
         }
         if not able:
             return [Draft()] * len(requests)
-        logits_BDU = self._logits(list(able), min(self._depth, max(budgets)))
+        hidden_BC = torch.cat([self._taps[id][-1] for id in able])
+        logits_BDU = self._runner.logits(hidden_BC, min(self._depth, max(budgets)))
         found = candidates(
             list(able.values()),
             logits_BDU,
             self._top_k,
-            self._heads.token_map,
+            self._runner.ids_U,
             self._target.info.vocab_size,
         )
         ranked = dict(zip(able, found, strict=True))
@@ -114,23 +117,16 @@ class Medusa(Drafter):
     ) -> None:
         for request, taps_RTC in zip(requests, taps, strict=True):
             self._calibration.settle(request)
-            self._states[request.id] = taps_RTC[-1, 0].clone()  # a view would keep all rows alive
+            self._taps[request.id] = taps_RTC
 
     def release(self, request: Request) -> None:
-        self._states.pop(request.id, None)
+        self._taps.pop(request.id, None)
         self._calibration.forget(request)
-
-    def _logits(self, ids: Sequence[int], depth: int) -> Tensor:
-        """[B, depth, U], of the heads at the last hidden state of each request."""
-        hidden_BC = torch.stack([self._states[id] for id in ids])
-        normed_BC = self._target.final_norm(hidden_BC)
-        logits_BDU: Tensor = self._heads(normed_BC, self._target.head_logits, depth)
-        return logits_BDU
 
     def _draft(self, request: Request, ranked: Candidates, budget: int) -> Draft:
         if self._tree:
             tree = self._tree.fill(ranked, budget, request.stop_ids)
         else:
-            tree = depth_first(best_tree(ranked, min(budget, self._nodes), request.stop_ids))
+            tree = best_tree(ranked, min(budget, self._nodes), request.stop_ids)
         # Until here, survival stands for the belief in a node given its parent.
         return self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)

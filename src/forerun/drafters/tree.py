@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import lt
 from typing import TypeVar
 
 import torch
@@ -125,15 +126,16 @@ def depth_first(draft: Draft) -> Draft:
     """
     if draft.is_chain:
         return draft
-    children: dict[int, list[int]] = {}
+    children: list[list[int]] = [[] for _ in range(len(draft) + 1)]  # the last one: of the root
     for node, parent in enumerate(draft.parents):
-        children.setdefault(parent, []).append(node)
+        children[parent].append(node)
     order: list[int] = []
     stack = children[-1][::-1]
     while stack:
         node = stack.pop()
         order.append(node)
-        stack += children.get(node, [])[::-1]
+        if children[node]:
+            stack += children[node][::-1]
     return _select(draft, order)
 
 
@@ -144,14 +146,16 @@ def prune(draft: Draft, keep: Iterable[int]) -> Draft:
 
 
 def _select(draft: Draft, nodes: Sequence[int]) -> Draft:
-    new_index = {node: index for index, node in enumerate(nodes)}
-    new_index[-1] = -1
-    parents = [new_index[draft.parents[node]] for node in nodes]
-    assert all(parent < node for node, parent in enumerate(parents)), "parents before children"
+    new_index = [len(draft)] * len(draft) + [-1]  # the last one: of the root
+    for index, node in enumerate(nodes):
+        new_index[node] = index
+    tokens, parents, survival = draft.tokens, draft.parents, draft.survival
+    new_parents = [new_index[parents[node]] for node in nodes]
+    assert all(map(lt, new_parents, range(len(nodes)))), "parents before children"
     return Draft(
-        tokens=[draft.tokens[node] for node in nodes],
-        parents=parents,
-        survival=[draft.survival[node] for node in nodes],
+        tokens=[tokens[node] for node in nodes],
+        parents=new_parents,
+        survival=[survival[node] for node in nodes],
         probs_NV=None if draft.probs_NV is None else draft.probs_NV[list(nodes)],
         sources=[draft.sources[node] for node in nodes] if draft.sources else (),
     )

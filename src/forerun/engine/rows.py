@@ -50,4 +50,11 @@ def taps(batch: Batch, turns: Sequence[Turn], taps_RTD: Tensor) -> list[Tensor]:
     for turn in batch.turns:
         first_row[turn.request.id] = end
         end += turn.rows + len(turn.draft)
-    return [taps_RTD[[first_row[turn.request.id] + row for row in kept(turn)]] for turn in turns]
+    return [_rows(taps_RTD, first_row[turn.request.id], kept(turn)) for turn in turns]
+
+
+def _rows(taps_RTD: Tensor, first: int, rows: Sequence[int]) -> Tensor:
+    """A copy of some rows of a turn (ascending): a view would keep those of all turns alive."""
+    if rows[-1] == len(rows) - 1:  # none is left out
+        return taps_RTD[first : first + len(rows)].clone()
+    return taps_RTD[[first + row for row in rows]]

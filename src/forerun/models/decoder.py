@@ -15,7 +15,6 @@ from forerun.models.architecture import DecoderConfig
 from forerun.models.cache import KVStore
 from forerun.models.invariance import Invariance, check_finite, measure, short_pass
 from forerun.models.layers import Layer, Matrix, make_backend
-from forerun.models.norm import rms_norm
 from forerun.models.packing import pack
 from forerun.models.rope import Rope
 from forerun.models.target import Forward, Segment, TargetInfo
@@ -104,7 +103,7 @@ class Decoder:
 
     def final_norm(self, hidden_NC: Tensor) -> Tensor:
         """See `OpenTarget.final_norm`."""
-        return rms_norm(hidden_NC, self.final_norm_C, self.config.norm_eps)
+        return self.backend.norm(hidden_NC.to(self.dtype).contiguous(), self.final_norm_C)
 
     def head_logits(self, normed_NC: Tensor) -> Tensor:
         """See `OpenTarget.head_logits`."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from forerun.errors import ConfigError
 from forerun.models.cache import KVStore, Span
+
+if TYPE_CHECKING:
+    from forerun.models.layers import Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,12 @@ class Target(Protocol):
 
 @runtime_checkable
 class OpenTarget(Target, Protocol):
-    """A target that lends its two ends to drafters built on its hidden states. C hidden size."""
+    """A target that lends its two ends to drafters built on its hidden states. C hidden size.
+
+    backend: what computes its layers, and can compute what else reads states of their size.
+    """
+
+    backend: Backend
 
     def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
         """What the first layer is fed, [N, C]; without the embedding scale if not `scaled`."""

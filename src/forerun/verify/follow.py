@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from forerun.core import Draft, Request, Verdict
-from forerun.sampling import Place, argmax, choose
+from forerun.sampling import Place, choose, largest_of
 from forerun.verify.base import Verifier
 
 
@@ -44,9 +44,9 @@ def follow(
     walks = [_Walk(*parts) for parts in zip(requests, drafts, roots, strict=True)]
     sampled = [walk for walk in walks if not walk.is_argmax]
     if len(sampled) < len(walks):
-        largest = argmax(logits_NV)  # scanning every row costs less than a call per depth
+        largest = largest_of(logits_NV)
         for walk in walks:
-            while walk.is_argmax and walk.advance(largest[walk.row]):
+            while walk.is_argmax and walk.advance(largest(walk.row)):
                 pass
     while sampled:  # only rows on a path are sampled from, one depth of all requests at a time
         tokens = choose(logits_NV[[walk.row for walk in sampled]], [walk.place for walk in sampled])

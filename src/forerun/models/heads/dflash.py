@@ -101,6 +101,13 @@ class DFlashConfig(LayerSettings):
         """Whether the draft knows a part of the vocabulary only."""
         return self.draft_vocab_size not in (None, self.vocab_size)
 
+    def finished(self, logits_NV: Tensor) -> Tensor:
+        """Scaled and capped, as they leave the network."""
+        if self.logit_scale != 1:
+            logits_NV = logits_NV * self.logit_scale
+        cap = self.logit_softcap
+        return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
+
 
 class DFlash(nn.Module):
     """The network; parameters are named as z-lab publishes them.
@@ -191,10 +198,7 @@ class DFlash(nn.Module):
     def logits(self, hidden_NC: Tensor, lent: Callable[[Tensor], Tensor]) -> Tensor:
         """float32 [N, V], or [N, U] with a head of its own. lent: the target's head."""
         own = self.config.draft_vocab_size is not None
-        logits_NV = (self.lm_head(hidden_NC) if own else lent(hidden_NC)).float()
-        logits_NV = logits_NV * self.config.logit_scale
-        cap = self.config.logit_softcap
-        return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
+        return self.config.finished((self.lm_head(hidden_NC) if own else lent(hidden_NC)).float())
 
     @property
     def dtype(self) -> torch.dtype:
