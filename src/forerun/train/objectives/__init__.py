@@ -1,0 +1,1 @@
+"""What is minimised, one file per kind of draft, registered in `OBJECTIVES`."""
