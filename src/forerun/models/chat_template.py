@@ -36,8 +36,8 @@ class ChatTemplate:
                 f"the chat template of this model is broken ({reason(error)}); use raw prompts"
             ) from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as text, up to where the assistant begins.
+    def render(self, messages: Sequence[Mapping[str, Any]], asks: bool = True) -> str:
+        """The conversation as text. `asks`: up to where the assistant begins its next turn.
 
         Raises `PromptError` when the template refuses the messages, `ModelError` when it is not
         valid jinja.
@@ -46,7 +46,7 @@ class ChatTemplate:
         try:
             return template.render(
                 messages=messages,
-                add_generation_prompt=True,
+                add_generation_prompt=asks,
                 tools=None,
                 documents=None,
                 **self.special_tokens,

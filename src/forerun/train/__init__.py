@@ -1,1 +1,4 @@
-"""Training: drafts for a target, made from its own answers. `trainer.py` is the loop."""
+"""Training: prompts, the target's answers to them, and the drafts that learn from these.
+
+`trainer.py` is the loop, `objectives/` what it minimises.
+"""
