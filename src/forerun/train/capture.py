@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forerun.models.cache import KVStore
+from forerun.models.cache import MIN_SPAN, KVStore
 from forerun.models.target import OpenTarget, Segment
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Capture:
         )
 
     def _run(self, examples: Sequence[Example], rows: int) -> Tensor:
-        store = self._room(rows)
+        store = self._room(2 * rows + MIN_SPAN * len(examples))
         spans = [store.open() for _ in examples]
         segments = []
         for span, example in zip(spans, examples, strict=True):
@@ -82,8 +82,8 @@ class Capture:
         assert hidden_NTC is not None
         return hidden_NTC
 
-    def _room(self, rows: int) -> KVStore:
-        """A store for this many rows; spans are given half as much again as they ask for."""
-        if self._store is None or self._store.slots < rows:
-            self._store = self._target.new_store(2 * rows)
+    def _room(self, slots: int) -> KVStore:
+        """Spans take more than they ask for."""
+        if self._store is None or self._store.slots < slots:
+            self._store = self._target.new_store(slots)
         return self._store

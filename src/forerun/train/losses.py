@@ -67,19 +67,25 @@ def soft_cross_entropy(
     All S predictions of a row are compared with the one law of the row. labels_N: for the hits
     alone; -1 where the token is not among the U.
     """
-    teacher = (teacher_NC, teacher_head)
-    return RowLosses(
-        *_CrossEntropy.apply(states_SNC, head.weight_UC, head, teacher, weights_SN, labels_N)
-    )
+    return _apply(states_SNC, head, (teacher_NC, teacher_head), weights_SN, labels_N)
 
 
 def hard_cross_entropy(
     states_SNC: Tensor, head: Head, weights_SN: Tensor, labels_N: Tensor
 ) -> RowLosses:
     """Against one token per row; where it is not among the U (-1), the weight must be 0."""
-    return RowLosses(
-        *_CrossEntropy.apply(states_SNC, head.weight_UC, head, None, weights_SN, labels_N)
-    )
+    return _apply(states_SNC, head, None, weights_SN, labels_N)
+
+
+def _apply(
+    states_SNC: Tensor,
+    head: Head,
+    teacher: tuple[Tensor, Head] | None,
+    weights_SN: Tensor,
+    labels_N: Tensor,
+) -> RowLosses:
+    apply: Any = _CrossEntropy.apply
+    return RowLosses(*apply(states_SNC, head.weight_UC, head, teacher, weights_SN, labels_N))
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -82,6 +82,13 @@ class Objective(ABC):
         """The draft spec that serves such a folder as it was trained to be used."""
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """What products are computed in now."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return torch.float32
+
+
 def head_rows(target: OpenTarget, ids_U: Tensor) -> Tensor:
     """The rows of the target's output matrix, [U, C] in its type, however it is stored.
 
