@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ class Loss:
 class Objective(ABC):
     """A draft in training: its network, and how a batch becomes a loss.
 
-    settings: the options of its kind, with their defaults. taps: boundaries of the target that it
+    settings: the options of its kind, with their defaults. defaults: what its recipes say unless
+    they are told otherwise. taps: boundaries of the target that it
     reads. network: float32; what requires a gradient is trained. It starts from the target where
     that helps.
     vocabulary: the tokens that it may propose. generator: for what starts at random.
@@ -48,6 +49,7 @@ class Objective(ABC):
 
     name: ClassVar[str]
     settings: ClassVar[type[Settings]]
+    defaults: ClassVar[Mapping[str, Any]] = {}
     taps: tuple[int, ...]
     network: nn.Module
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -65,6 +65,7 @@ class Eagle3Objective(Objective):
 
     name = "eagle3"
     settings = EagleOptions
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1.5e-3}
     network: Eagle3
 
     def __init__(
@@ -101,13 +102,13 @@ class Eagle3Objective(Objective):
         made_SM = torch.stack([anchors.run_on(s) for s in range(len(aligned))])
         labels_M = self._draft_ids_V[anchors.tokens(batch, 2)]
         learned_SM = made_SM & (labels_M >= 0)
-        count = made_SM[0].sum().clamp(min=1)
+        count = made_SM[0].sum()
         found = soft_cross_entropy(
             states_SMC,
             self._head(states_SMC.dtype),
             batch.final_BRC[anchors.sequence_N, anchors.row_N + 1].to(states_SMC.dtype),
             self._teacher(states_SMC.dtype),
-            learned_SM * self._step_weights_S1 / count,
+            learned_SM * self._step_weights_S1 / count.clamp(min=1),
             labels_M,
         )
         return Loss(
