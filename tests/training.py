@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from forerun.core import SamplingParams
+from forerun.engine.llm import LLM
 from forerun.models.hub import LoadedModel
 from forerun.train.capture import Batch, Capture
 from forerun.train.examples import Example
@@ -35,6 +37,18 @@ def texts() -> list[Example]:
         text((3, 9), length=14, seed=2),
         text((4, 8), (11, 16), length=17, seed=3),
         text((6, 7), length=7, seed=4),
+    ]
+
+
+def answers(model: LoadedModel, count: int, length: int = 24) -> list[Example]:
+    """Random prompts of six tokens and what the target writes behind them, greedily."""
+    noise = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, 250, (count, 6), generator=noise).tolist()
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    written = [output.outputs[0].token_ids for output in LLM(model).generate(prompts, params)]
+    return [
+        Example([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), f"prompt {i}")
+        for i, (prompt, answer) in enumerate(zip(prompts, written, strict=True))
     ]
 
 

@@ -49,8 +49,9 @@ def _train(
 
     from forerun.models import hub
     from forerun.train.objectives import OBJECTIVES
+    from forerun.train.processes import place
     from forerun.train.recipe import make_recipe
-    from forerun.train.trainer import place, train
+    from forerun.train.trainer import train
 
     made = OBJECTIVES[kind]
     known = {name: value for name, value in given.items() if value is not None}

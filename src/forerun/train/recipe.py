@@ -26,6 +26,8 @@ class Recipe(Settings):
     draft_vocab: tokens that the draft may propose; None: all.
     warmup: share of the steps; decay: share at the end over which wsd sinks, cosine sinks from the
     warm-up on; both to final_lr of lr.
+    cache: keep hidden states in files while the run lasts, instead of computing them each time.
+    shard: with several processes, split the parameters over them (FSDP).
     trials: how many times the draft is tried out in the engine (0: never), on trial_prompts prompts
     with answers of trial_tokens.
     options: those of the kind.
@@ -49,6 +51,8 @@ class Recipe(Settings):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(gt=0)] = 0.5
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    shard: bool = False
+    cache: bool = False
     trials: Annotated[int, Field(ge=0)] = 4
     trial_prompts: Annotated[int, Field(ge=1)] = 8
     trial_tokens: Annotated[int, Field(ge=2)] = 64

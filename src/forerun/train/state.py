@@ -2,7 +2,8 @@
 
     DIR/                   the draft as it was last saved, for --draft, inspect and export
     DIR/training.json      how it came about: command, versions, seed, data, recipe, curve, trials
-    DIR/training/          recipe.toml, and state.pt to go on from (removed when the run is over)
+    DIR/training/          recipe.toml; until the run is over, state.pt to go on from and, if they
+                           are kept, the hidden states
 
 Files are replaced as a whole, so that a kill leaves the old or the new ones.
 """
@@ -24,6 +25,7 @@ from forerun.train.examples import Example
 from forerun.train.recipe import Recipe
 
 STATE, RECIPE, PROVENANCE = "training/state.pt", "training/recipe.toml", "training.json"
+STATES = "training/states-*.bin"
 
 
 @dataclass(slots=True)
@@ -86,7 +88,8 @@ class Folder:
         finished = progress.step == progress.steps
         self.write_draft(draft)
         if finished:
-            (self.path / STATE).unlink(missing_ok=True)
+            for file in [self.path / STATE, *self.path.glob(STATES)]:
+                file.unlink(missing_ok=True)
         else:
             state = {"progress": _plain(progress), "tensors": dict(tensors)}
             _replace(self.path / STATE, lambda file: torch.save(state, file))

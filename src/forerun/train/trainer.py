@@ -7,7 +7,6 @@ was killed goes on as if nothing had happened. It runs in one process, or in sev
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
 from forerun.errors import ConfigError
 from forerun.models.hub import DTYPES, LoadedModel, multiplies_bf16
 from forerun.train import vocabulary
-from forerun.train.capture import Capture
+from forerun.train.capture import Capture, States
 from forerun.train.evaluate import Trial, evaluate, questions
 from forerun.train.examples import Example, load, split
 from forerun.train.objectives import OBJECTIVES, Loss, Objective
+from forerun.train.processes import Processes
 from forerun.train.recipe import Recipe, find
 from forerun.train.state import Folder, Progress, data_hash
 from forerun.tune.meta import machine, versions
@@ -94,14 +94,11 @@ class Trainer:
     ) -> None:
         self.recipe, self.model, self.train = recipe, model, train
         self._report = report
-        self._accelerator = _accelerator(model.target.info.device)
-        self._rank, self._world = (
-            self._accelerator.process_index,
-            self._accelerator.num_processes,
-        )
-        if recipe.batch < self._world:
+        self._processes = Processes(model.target.info.device)
+        if recipe.batch < self._processes.count:
             raise ConfigError(
-                f"{self._world} processes cannot share {recipe.batch} texts a step; raise batch"
+                f"{self._processes.count} processes cannot share {recipe.batch} texts a step; "
+                "raise batch"
             )
         identity = {"model": model.name, "data": data_hash([*train, *held])}
         self.folder = Folder(folder, identity, recipe)
@@ -113,13 +110,14 @@ class Trainer:
         """Train to the end; what came of it."""
         begun = time.monotonic()
         found = self.folder.begin()
+        self._processes.wait()  # nobody writes before all have looked
         self._prepare()
         if found:
             progress, tensors = found
             self._restore(tensors)
             self._say(f"going on behind step {progress.step} of {progress.steps}")
         else:
-            if self._accelerator.is_main_process:
+            if self._processes.main:
                 self.folder.claim(self._facts)
             progress = self._plan(begun)
         trials = _evenly(self.recipe.trials, progress.steps)
@@ -169,12 +167,22 @@ class Trainer:
         precision = self._precision()
         self._say(f"products in {str(precision).removeprefix('torch.')}, weights in float32")
         module = _Trained(objective, precision)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trained, self.recipe.lr, BETAS, weight_decay=self.recipe.weight_decay, fused=True
+        self._module = self._processes.wrap(module, self.recipe.shard)
+        self._trained = [p for p in self._module.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, self.recipe.lr, BETAS, weight_decay=self.recipe.weight_decay, fused=True
         )
-        self._module, self._optimizer = self._accelerator.prepare(module, optimizer)
-        self._capture = Capture(objective.target, objective.taps)
+        self._capture = Capture(objective.target, objective.taps, self._states())
+
+    def _states(self) -> States | None:
+        """Where hidden states are kept, if the recipe wants so; each process has a file."""
+        if not self.recipe.cache:
+            return None
+        info, boundaries = self.model.target.info, len(self.objective.taps) + 1
+        size = States.bytes(self.train, boundaries, info)
+        self._say(f"hidden states are kept on disk while the run lasts: {size / 1e9:.2f} GB")
+        file = self.folder.path / f"training/states-{self._processes.rank}.bin"
+        return States(file, self.train, boundaries, info)
 
     def _precision(self) -> torch.dtype:
         if self.recipe.precision != "auto":
@@ -194,17 +202,27 @@ class Trainer:
             progress.steps = max(1, round(recipe.tokens / (text * recipe.batch)))
         else:
             assert recipe.budget_seconds is not None
-            step = self._time_steps()
-            left = recipe.budget_seconds - (time.monotonic() - begun) - recipe.trials * trial
-            progress.steps = self._agreed(max(1, int(left / step)))
-            if left < 0:
-                self._say("the budget is shorter than the trials of the draft; set trials = 0")
+            until = begun + recipe.budget_seconds - recipe.trials * trial
+            progress.steps = self._processes.agree(self._count_steps(until))
         rounds = progress.steps * recipe.batch / len(self.train)
         self._say(
             f"{progress.steps} steps of {recipe.batch} texts ({text:.0f} tokens each): every text "
             f"{rounds:.1f} times"
         )
         return progress
+
+    def _count_steps(self, until: float) -> int:
+        """How many steps fit until a time. Those of the first round take longer where hidden
+        states are kept."""
+        first = self._time_steps()
+        later = self._time_steps() if self.recipe.cache else first
+        left = until - time.monotonic()
+        if left < 0:
+            self._say("the budget is shorter than the trials of the draft; set trials = 0")
+        round = len(self.train) / self.recipe.batch
+        if left < round * first:
+            return max(1, int(left / first))
+        return int(round + (left - round * first) / later)
 
     def _time_steps(self) -> float:
         """Seconds of a step; nothing is learned in them."""
@@ -213,15 +231,9 @@ class Trainer:
             if number == 1:
                 begin = time.monotonic()
             self._backward(texts, number)
-            self._accelerator.clip_grad_norm_(self._module.parameters(), self.recipe.clip)
+            nn.utils.clip_grad_norm_(self._trained, self.recipe.clip)
             self._optimizer.zero_grad()
         return (time.monotonic() - begin) / MEASURED
-
-    def _agreed(self, count: int) -> int:
-        """What the first process says."""
-        from accelerate.utils import broadcast
-
-        return int(broadcast(torch.tensor(count, device=self._accelerator.device)))
 
     # ---- a step ---------------------------------------------------------------------------------
 
@@ -230,21 +242,21 @@ class Trainer:
             group["lr"] = self.recipe.rate(step, steps)
         (texts,) = self._batches(step, 1)
         sums = self._backward(texts, step)
-        self._accelerator.clip_grad_norm_(self._module.parameters(), self.recipe.clip)
+        nn.utils.clip_grad_norm_(self._trained, self.recipe.clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return sums
 
     def _backward(self, texts: Sequence[Example], step: int) -> _Sums:
-        own = texts[self._rank :: self._world]
+        own = texts[self._processes.rank :: self._processes.count]
         seed = self.recipe.seed * 1_000_003 + step
-        loss: Loss = self._module(own, self._capture, seed)
+        loss = Loss(*self._module(own, self._capture, seed))
         # Processes average their gradients; each stands for what it counted.
         tokens = torch.tensor(float(sum(len(text.tokens) for text in own)))
         sums = _Sums.of(loss, tokens.to(loss.total.device))
-        sums = _Sums(self._accelerator.reduce(sums.values, "sum"), len(loss.loss_P))
-        share = self._world * loss.count / max(sums.count, 1.0)
-        self._accelerator.backward(loss.total * share)
+        sums = _Sums(self._processes.sum(sums.values), len(loss.loss_P))
+        share = self._processes.count * loss.count / max(sums.count, 1.0)
+        (loss.total * share).backward()
         return sums
 
     def _batches(self, first: int, count: int) -> Iterator[list[Example]]:
@@ -264,7 +276,7 @@ class Trainer:
     # ---- between steps --------------------------------------------------------------------------
 
     def _tell(self, window: _Window, progress: Progress) -> None:
-        if not self._accelerator.is_main_process:
+        if not self._processes.main:
             return
         seconds = progress.seconds / progress.step
         step = Step(
@@ -280,7 +292,7 @@ class Trainer:
     def _try(self, progress: Progress) -> None:
         """Write the draft and let the engine answer held-out prompts with it."""
         weights = self._weights()
-        if self._accelerator.is_main_process:
+        if self._processes.main:
             self.folder.write_draft(lambda folder: self.objective.save(folder, weights))
             trial: Trial = evaluate(
                 self.model,
@@ -290,26 +302,24 @@ class Trainer:
             )
             progress.trials.append({"step": progress.step, **trial.json()})
             self._say(f"step {progress.step}: {trial}")
-        self._accelerator.wait_for_everyone()
+        self._processes.wait()
 
     def _save(self, progress: Progress) -> None:
-        parameters, optimizer = get_state_dict(
-            self._module, self._optimizer.optimizer, options=_WHOLE
-        )
+        parameters, optimizer = get_state_dict(self._module, self._optimizer, options=_WHOLE)
         weights = _network(parameters)
-        if self._accelerator.is_main_process:
+        if self._processes.main:
             self.folder.save(
                 progress,
                 {"parameters": parameters, "optimizer": optimizer},
                 lambda folder: self.objective.save(folder, weights),
                 self._facts,
             )
-        self._accelerator.wait_for_everyone()
+        self._processes.wait()
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
         set_state_dict(
             self._module,
-            self._optimizer.optimizer,
+            self._optimizer,
             model_state_dict=tensors["parameters"],
             optim_state_dict=tensors["optimizer"],
             options=_WHOLE,
@@ -319,7 +329,7 @@ class Trainer:
         return _network(get_model_state_dict(self._module, options=_WHOLE))
 
     def _say(self, sentence: str) -> None:
-        if self._accelerator.is_main_process:
+        if self._processes.main:
             self._report.say(sentence)
 
 
@@ -403,21 +413,3 @@ def train(
     found = load(data, model.tokenizer, min(recipe.max_length, model.target.info.max_length))
     learned, held = split(found, recipe.held_out, recipe.seed)
     return Trainer(recipe, model, learned, held, folder, report, command).run()
-
-
-def _accelerator(device: torch.device) -> Any:
-    try:
-        from accelerate import Accelerator
-    except ModuleNotFoundError:
-        raise ConfigError(
-            'training needs the package accelerate; run: pip install "forerun[train]"'
-        ) from None
-    return Accelerator(cpu=device.type == "cpu")
-
-
-def place(device: str) -> str:
-    """Where this process puts its target: with several on a machine, each has its own GPU."""
-    number = os.environ.get("LOCAL_RANK")
-    if number is not None and device in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{number}"
-    return device

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,8 @@ from forerun.train.capture import Batch
 from forerun.train.vocabulary import Vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What a batch gave.
+class Loss(NamedTuple):
+    """What a batch gave; a tuple, so that several processes can find the tensors in it.
 
     total: scalar with a gradient: a sum over supervised tokens, divided by `count` of them (so that
     processes can put theirs together). The rest is for reports, sums per position: cross-entropy,
@@ -31,7 +29,7 @@ class Loss:
     """
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # tuples have a method of that name
     loss_P: Tensor
     hits_P: Tensor
     rows_P: Tensor
