@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.drafters import DraftContext, make_drafter
 from forerun.drafters.draft_cache import DraftCache, SideBySide
 from forerun.drafters.eagle import EagleThree
+from forerun.errors import ConfigError
 from forerun.models.hub import LoadedModel
 from forerun.train.capture import Batch
 from forerun.train.examples import Example
 from forerun.train.objectives import Objective
-from forerun.train.objectives.eagle import Eagle3Objective
+from forerun.train.objectives.eagle import Eagle3Objective, EagleOptions
 from forerun.train.objectives.unroll import Plan
 from forerun.train.vocabulary import Vocabulary
+from tiny import tiny_llama
 from training import captured, objective, target, texts
 
 REDUCED = Vocabulary(torch.arange(0, 250, 2), 259)
@@ -165,3 +168,34 @@ def test_texts_do_not_touch_each_other(eagle: Eagle3Objective) -> None:
     alone = [loss_of(eagle, captured(eagle, [example])) for example in texts()[:3]]
     for name, sums_S in together.items():
         assert torch.allclose(sums_S, sum(each[name] for each in alone), atol=1e-3)
+
+
+def test_a_batch_without_anything_to_learn_has_no_gradient(eagle: Eagle3Objective) -> None:
+    found = eagle.loss(captured(eagle, texts()[3:]), torch.Generator())
+    assert found.count == found.total == 0
+    assert len(found.rows_P) == eagle.options.unroll
+    found.total.backward()
+    trained = [p for p in eagle.network.parameters() if p.requires_grad]
+    assert all(p.grad is not None and not p.grad.any() for p in trained)
+
+
+def test_taps_that_the_target_has_not_are_refused(tmp_path: Path) -> None:
+    shallow = tiny_llama(tmp_path, layers=2)
+    with pytest.raises(ConfigError, match="do not ascend within the 2 layers"):
+        objective("eagle3", shallow)
+
+
+def test_it_starts_as_the_last_layer_of_the_target(model: LoadedModel) -> None:
+    made = Eagle3Objective(EagleOptions(taps=(1, 2, 3)), model, REDUCED, torch.Generator())
+    rows_VC = model.target.head_logits(torch.eye(32)).t()
+    assert torch.equal(made.network.lm_head.weight, rows_VC[REDUCED.ids_U])
+    weights = load_file(Path(model.name) / "model.safetensors")
+    layer = made.network.get_submodule("layers.0")
+    for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"):
+        mine = layer.get_submodule(name).weight
+        assert torch.equal(mine, weights[f"model.layers.3.{name}.weight"])
+    keys = layer.get_submodule("self_attn.k_proj").weight
+    assert torch.equal(keys[:, 32:], weights["model.layers.3.self_attn.k_proj.weight"])
+    taps = torch.randn(5, 96)
+    assert torch.equal(made.network.fuse(taps), taps[:, 64:])
+    assert torch.equal(made.network.norm.weight, weights["model.norm.weight"])

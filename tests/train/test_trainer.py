@@ -92,8 +92,8 @@ def test_a_folder_takes_no_other_run(model: LoadedModel, tmp_path: Path) -> None
 
 def test_eight_answers_are_learned_by_heart(model: LoadedModel, tmp_path: Path) -> None:
     learned, held = answers(model, 8), answers(model, 10)[8:]
-    tokens = 200 * 4 * len(learned[0].tokens)
-    values = {"tokens": tokens, "batch": 4, "lr": 1e-2, "draft_vocab": None, "trials": 1}
+    tokens = 200 * 8 * len(learned[0].tokens)
+    values = {"tokens": tokens, "batch": 8, "lr": 1e-2, "draft_vocab": "all", "trials": 1}
     watch = Watch()
     Trainer(recipe(**values), model, learned, held, tmp_path / "run", watch).run()
     assert watch.steps[-1].steps == 200

@@ -144,7 +144,7 @@ class Trainer:
         recipe, info = self.recipe, self.model.target.info
         made: type[Objective] = find(recipe.kind, OBJECTIVES)
         kept = vocabulary.full(info.vocab_size)
-        if recipe.draft_vocab is not None and recipe.draft_vocab < info.vocab_size:
+        if recipe.draft_vocab != "all" and recipe.draft_vocab < info.vocab_size:
             counts_V = vocabulary.count(self.train, info.vocab_size)
             marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
             always = vocabulary.controls(list(marks), self.model.stop_ids)

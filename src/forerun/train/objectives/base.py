@@ -89,6 +89,14 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def no_loss(network: nn.Module, positions: int) -> Loss:
+    """Of a batch in which nothing is learned: every gradient is there, and zero."""
+    trained = [each for each in network.parameters() if each.requires_grad]
+    total = torch.stack([each.sum() for each in trained]).sum() * 0
+    nothing_P = total.detach().expand(positions)
+    return Loss(total, total.detach(), nothing_P, nothing_P, nothing_P)
+
+
 def head_rows(target: OpenTarget, ids_U: Tensor) -> Tensor:
     """The rows of the target's output matrix, [U, C] in its type, however it is stored.
 

@@ -24,6 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from forerun.config import Settings
+from forerun.errors import ConfigError
 from forerun.interop import eagle
 from forerun.interop.layer_numbers import layer_numbers
 from forerun.models.heads.eagle import Eagle3, Eagle3Settings, default_taps
@@ -31,7 +32,7 @@ from forerun.models.heads.layers import Size
 from forerun.models.hub import LoadedModel
 from forerun.train.capture import Batch
 from forerun.train.losses import Head, soft_cross_entropy
-from forerun.train.objectives.base import Loss, Objective, compute_dtype, head_rows
+from forerun.train.objectives.base import Loss, Objective, compute_dtype, head_rows, no_loss
 from forerun.train.objectives.unroll import Plan, Unrolled
 from forerun.train.source import Source, source
 from forerun.train.vocabulary import Vocabulary
@@ -80,6 +81,8 @@ class Eagle3Objective(Objective):
         self.options = settings
         start = source(model)
         self.network = Eagle3(_settings(settings, start, vocabulary))
+        if problems := eagle.misfits(self.network.settings, model.target.info):
+            raise ConfigError(f"{problems[0]}, or as taps in the recipe")
         assert self.network.settings.taps
         self.taps = self.network.settings.taps
         device = model.target.info.device
@@ -96,6 +99,8 @@ class Eagle3Objective(Objective):
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
         plan = Plan.of(batch.supervised_BR)
         anchors = plan.anchors
+        if not len(anchors):
+            return no_loss(self.network, self.options.unroll)
         # All predictions of one token beside each other: that of step s was made s rows above.
         aligned = [states_MC.roll(s, 0) for s, states_MC in enumerate(self.unrolled(batch, plan))]
         states_SMC = torch.stack(aligned)
@@ -108,7 +113,7 @@ class Eagle3Objective(Objective):
             self._head(states_SMC.dtype),
             batch.final_BRC[anchors.sequence_N, anchors.row_N + 1].to(states_SMC.dtype),
             self._teacher(states_SMC.dtype),
-            learned_SM * self._step_weights_S1 / count.clamp(min=1),
+            learned_SM * self._step_weights_S1 / count,
             labels_M,
         )
         return Loss(

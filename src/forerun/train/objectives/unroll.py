@@ -111,7 +111,7 @@ class Unrolled:
             for b, q_HND in enumerate(queries)
             if q_HND.shape[1]
         ]
-        return torch.cat(found, 1)[None] if found else q_BHRD
+        return torch.cat(found, 1)[None]
 
 
 def _behind(rows_N: Tensor, keys: int) -> Tensor:
