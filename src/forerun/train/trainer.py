@@ -278,14 +278,13 @@ class Trainer:
     def _tell(self, window: _Window, progress: Progress) -> None:
         if not self._processes.main:
             return
-        seconds = progress.seconds / progress.step
         step = Step(
             progress.step,
             progress.steps,
             window.loss,
             window.accuracy,
             window.tokens_per_second,
-            (progress.steps - progress.step) * seconds,
+            (progress.steps - progress.step) * window.seconds_per_step,
         )
         self._report.step(step)
 
@@ -381,9 +380,13 @@ class _Window:
         return shares
 
     @property
+    def seconds_per_step(self) -> float:
+        return (self._times[-1] - self._times[0]) / len(self._sums)
+
+    @property
     def tokens_per_second(self) -> float:
-        tokens = sum(float(sums.values[2]) for sums in self._sums)
-        return tokens / max(self._times[-1] - self._times[-1 - len(self._sums)], 1e-9)
+        tokens = sum(float(sums.values[2]) for sums in self._sums) / len(self._sums)
+        return tokens / max(self.seconds_per_step, 1e-9)
 
 
 def _network(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
