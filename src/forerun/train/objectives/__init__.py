@@ -6,7 +6,7 @@ from forerun.train.objectives.eagle import Eagle3Objective
 from forerun.train.objectives.medusa import Medusa1
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    objective.name: objective for objective in (Eagle3Objective, DFlashObjective, Medusa1)
+    objective.name: objective for objective in (Eagle3Objective, Medusa1, DFlashObjective)
 }
 
 __all__ = ["OBJECTIVES", "Loss", "Objective"]
