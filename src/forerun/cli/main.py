@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli import data, make, measure, models, run
+from forerun.cli import data, make, measure, models, run, train
 from forerun.config import nearest
 from forerun.errors import ForerunError
 from forerun.tune.metrics import DEFINITIONS
@@ -41,7 +41,11 @@ app.command()(run.generate)
 app.command(epilog=_columns())(measure.bench)
 app.command()(models.inspect)
 app.command()(make.export)
+<<<<<<< HEAD
 app.add_typer(data.app, name="data")
+=======
+app.add_typer(train.app, name="train")
+>>>>>>> train
 app.add_typer(models.app, name="models")
 
 

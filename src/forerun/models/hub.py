@@ -19,13 +19,14 @@ from forerun.config import nearest
 from forerun.errors import ConfigError, ModelError
 from forerun.home import cache_folder
 from forerun.models import packaged
+from forerun.models.architecture import DecoderConfig
 from forerun.models.configs import ARCHITECTURES, decoder_config, gguf_config, text_config
 from forerun.models.decoder import Decoder
 from forerun.models.foreign import read_json, reason
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.target import Target
 from forerun.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
-from forerun.models.weights import folder_weights, gguf_weights
+from forerun.models.weights import Weights, folder_weights, gguf_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -104,6 +105,16 @@ def _snapshot(model: str) -> Path:
         ) from None
 
 
+def decoder_weights(path: Path, dtype: torch.dtype) -> tuple[DecoderConfig, Weights]:
+    """The numbers and the weights of a located model that `Decoder` runs."""
+    if path.is_file():
+        file = GGUFFile(path)
+        return gguf_config(file), gguf_weights(file, dtype)
+    config = read_config(path)
+    numbers = decoder_config(config)
+    return numbers, folder_weights(path, dtype, _renaming(config, numbers.tied_embeddings))
+
+
 def _load_gguf(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     file = GGUFFile(path)
     target = Decoder(gguf_config(file), gguf_weights(file, dtype), dtype, device, name)
@@ -118,9 +129,7 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device
     tokenizer = folder_tokenizer(path)
     target: Target
     if text_config(config).get("model_type") in ARCHITECTURES:
-        numbers = decoder_config(config)
-        rename = _renaming(config, numbers.tied_embeddings)
-        target = Decoder(numbers, folder_weights(path, dtype, rename), dtype, device, name)
+        target = Decoder(*decoder_weights(path, dtype), dtype, device, name)
     else:
         from forerun.models.transformers_target import TransformersTarget
 

@@ -1,1 +1,4 @@
-"""Training: prompts, the target's answers to them, and the networks that learn to draft them."""
+"""Training: prompts, the target's answers to them, and the drafts that learn from these.
+
+`trainer.py` is the loop, `objectives/` what it minimises.
+"""

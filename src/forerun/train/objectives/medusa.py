@@ -1,0 +1,125 @@
+"""Medusa-1 (Cai et al. 2024, arXiv 2401.10774, section 2.2.1): heads beside a frozen model.
+
+What head k reads lies k + 1 rows before the state from which the target predicts the same token, so
+the target's own law at that row is what all heads are taught there:
+
+    rows                 j - 2    j - 1    j           j + 1
+    the token of j + 1   head 1   head 0   the target
+
+The loss is sum_k decay^k CE_k. Fresh residual layers change nothing: head k starts as the target's
+own head. One output matrix, frozen rows of the target's, serves all heads: it is the only reduced
+vocabulary that vLLM 0.32 loads.
+
+B sequences, R rows, N supervised tokens, S heads, C hidden size, U tokens of the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from forerun.config import Settings
+from forerun.interop import medusa as checkpoint
+from forerun.models.heads.layers import Size
+from forerun.models.heads.medusa import MedusaConfig, MedusaHeads
+from forerun.models.hub import LoadedModel
+from forerun.train.capture import Batch
+from forerun.train.losses import Head, hard_cross_entropy, soft_cross_entropy
+from forerun.train.objectives.base import Loss, Objective, compute_dtype, head_rows
+from forerun.train.vocabulary import Vocabulary
+
+
+class MedusaSettings(Settings):
+    """heads: tokens to look ahead. layers: residual layers of each head. decay: weight of a head
+    against the one before it. labels: `soft` teaches the target's law, `hard` the token it wrote.
+    """
+
+    title = "medusa"
+
+    heads: Size = 4
+    layers: Size = 1
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    labels: Literal["soft", "hard"] = "soft"
+
+
+class Medusa1(Objective):
+    """The residual layers of all heads are trained, and nothing else."""
+
+    name = "medusa"
+    settings = MedusaSettings
+    taps = ()
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: LoadedModel,
+        vocabulary: Vocabulary,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(settings, model, vocabulary, generator)
+        assert isinstance(settings, MedusaSettings)
+        self._s = settings
+        info = self.target.info
+        ids_U = vocabulary.ids_U.to(info.device)
+        rows_UC = head_rows(self.target, ids_U)
+        self._head = Head(rows_UC)
+        self._known_V = vocabulary.lookup().to(info.device)
+        self._config = MedusaConfig(
+            hidden_size=info.hidden_size,
+            heads=settings.heads,
+            layers=settings.layers,
+            output="one",
+            vocab_size=info.vocab_size,
+            draft_vocab_size=len(vocabulary) if vocabulary.reduced else None,
+            base_model=model.name,
+        )
+        heads = MedusaHeads(self._config).to(info.device)
+        heads.get_parameter("lm_heads.0.weight").requires_grad_(False).copy_(rows_UC)
+        if vocabulary.reduced:
+            heads.token_map = ids_U
+        self.network: MedusaHeads = heads
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
+        """Nothing is drawn."""
+        sequence_N, row_N = batch.supervised_BR[:, 1:].nonzero(as_tuple=True)
+        reach_S1 = torch.arange(1, self._s.heads + 1, device=row_N.device)[:, None]
+        valid_SN = row_N >= reach_S1
+        read_SN = (row_N - reach_S1).clamp(min=0)
+        final_BRC = batch.final_BRC.to(compute_dtype(row_N.device))
+        states_SNC = torch.stack(
+            [
+                block(final_BRC[sequence_N, read_N])
+                for block, read_N in zip(self.network.blocks, read_SN, strict=True)
+            ]
+        ).to(self._head.weight_UC.dtype)
+        labels_N = self._known_V[batch.tokens_BR[sequence_N, row_N + 1]]
+        learned_SN = valid_SN & (labels_N >= 0) if self._s.labels == "hard" else valid_SN
+        weights_SN = self._s.decay ** (reach_S1 - 1) * learned_SN
+        if self._s.labels == "hard":
+            rows = hard_cross_entropy(states_SNC, self._head, weights_SN, labels_N)
+        else:
+            teacher_NC = batch.final_BRC[sequence_N, row_N]
+            rows = soft_cross_entropy(
+                states_SNC, self._head, teacher_NC, self._head, weights_SN, labels_N
+            )
+        count = weights_SN.sum()
+        return Loss(
+            total=rows.total / count.clamp(min=1e-6),
+            count=count,
+            loss_P=(rows.loss_SN * learned_SN).sum(1),
+            hits_P=(rows.hits_SN & valid_SN).sum(1),
+            rows_P=valid_SN.sum(1),
+        )
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        heads = MedusaHeads(self._config)
+        heads.load_state_dict(dict(weights))
+        checkpoint.export(heads.to(self.target.info.dtype), "vllm", folder, self.model.name)
+
+    def spec(self, folder: Path) -> str:
+        return f"medusa:{folder}"

@@ -1,0 +1,151 @@
+"""Where a run stands: its folder, what it writes there, and how it is taken up again.
+
+    DIR/                   the draft as it was last saved, for --draft, inspect and export
+    DIR/training.json      how it came about: command, versions, seed, data, recipe, curve, trials
+    DIR/training/          recipe.toml; until the run is over, state.pt to go on from and, if they
+                           are kept, the hidden states
+
+Files are replaced as a whole, so that a kill leaves the old or the new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.errors import ConfigError
+from forerun.train.examples import Example
+from forerun.train.recipe import Recipe
+
+STATE, RECIPE, PROVENANCE = "training/state.pt", "training/recipe.toml", "training.json"
+STATES = "training/states-*.bin"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is. steps: of the whole run, fixed before the first. curve: loss of each step.
+
+    tensors: parameters and optimiser, as torch.distributed.checkpoint names them.
+    """
+
+    steps: int
+    step: int = 0
+    seconds: float = 0.0
+    curve: list[float] = field(default_factory=list)
+    trials: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Folder:
+    """The folder of a run, for one recipe on one model and data."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], recipe: Recipe) -> None:
+        self.path = path
+        self._identity = {**identity, "recipe": recipe.model_dump(mode="json")}
+        self._recipe = recipe
+
+    def begin(self) -> tuple[Progress, Mapping[str, Any]] | None:
+        """What an unfinished run of the same recipe left, parameters and optimiser beside it.
+
+        Raises `ConfigError` if the folder holds anything else.
+        """
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return None
+        provenance = self.path / PROVENANCE
+        if not provenance.exists():
+            raise ConfigError(f"{self.path} holds something else; name a new folder")
+        known = json.loads(provenance.read_text(encoding="utf-8"))
+        if different := _difference(known["identity"], json.loads(json.dumps(self._identity))):
+            raise ConfigError(
+                f"{self.path} holds a run with another {different}; name a new folder, or give the "
+                "same again to go on with it"
+            )
+        if known["finished"]:
+            raise ConfigError(f"the run in {self.path} is finished; name a new folder")
+        if not (self.path / STATE).exists():
+            return None
+        state = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+        return Progress(**state["progress"]), state["tensors"]
+
+    def claim(self, facts: Mapping[str, Any]) -> None:
+        """Make the folder this run's."""
+        self._record({**facts, "finished": False})
+
+    def save(
+        self,
+        progress: Progress,
+        tensors: Mapping[str, Any],
+        draft: Callable[[Path], None],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write all files anew. draft: writes the draft into a folder."""
+        finished = progress.step == progress.steps
+        self.write_draft(draft)
+        if finished:
+            for file in [self.path / STATE, *self.path.glob(STATES)]:
+                file.unlink(missing_ok=True)
+        else:
+            state = {"progress": _plain(progress), "tensors": dict(tensors)}
+            _replace(self.path / STATE, lambda file: torch.save(state, file))
+        done = {
+            "steps": progress.steps,
+            "step": progress.step,
+            "seconds": round(progress.seconds, 1),
+            "trials": progress.trials,
+            "curve": [round(loss, 5) for loss in progress.curve],
+        }
+        self._record({**facts, "finished": finished, **done})
+
+    def _record(self, facts: Mapping[str, Any]) -> None:
+        text = json.dumps({"identity": self._identity, **facts}, indent=2)
+        _replace(self.path / RECIPE, lambda file: _write(file, self._recipe.toml()))
+        _replace(self.path / PROVENANCE, lambda file: _write(file, text + "\n"))
+
+    def write_draft(self, draft: Callable[[Path], None]) -> None:
+        """The draft alone."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.path, prefix=".new-") as scratch:
+            draft(Path(scratch))
+            for file in sorted(Path(scratch).iterdir()):
+                file.replace(self.path / file.name)
+
+
+def data_hash(examples: Iterable[Example]) -> str:
+    """Changes with any token, mask or order."""
+    found = hashlib.sha256()
+    for example in examples:
+        found.update(json.dumps([example.tokens, example.supervised]).encode())
+    return found.hexdigest()[:16]
+
+
+def _plain(progress: Progress) -> dict[str, Any]:
+    return {name: getattr(progress, name) for name in Progress.__slots__}
+
+
+def _difference(known: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """The first thing that differs, as a user would call it."""
+    for name in {**known, **own}:
+        a, b = known.get(name), own.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            if inner := _difference(a, b):
+                return inner
+        elif a != b:
+            return f"{name} ({a}, not {b})"
+    return None
+
+
+def _replace(file: Path, write: Callable[[Path], None]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f".{file.name}.new")
+    write(fresh)
+    fresh.replace(file)
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")

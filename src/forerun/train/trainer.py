@@ -1,0 +1,418 @@
+"""The loop: batches of texts through target and draft, one step after the other.
+
+Everything that a step does follows from the recipe and the number of the step, so that a run that
+was killed goes on as if nothing had happened. It runs in one process, or in several under
+`torchrun` or `accelerate launch` (DDP, FSDP): each takes its share of every batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from forerun.errors import ConfigError
+from forerun.models.hub import DTYPES, LoadedModel, multiplies_bf16
+from forerun.train import vocabulary
+from forerun.train.capture import Capture, States
+from forerun.train.evaluate import Trial, evaluate, questions
+from forerun.train.examples import Example, load, split
+from forerun.train.objectives import OBJECTIVES, Loss, Objective
+from forerun.train.processes import Processes
+from forerun.train.recipe import Recipe, find
+from forerun.train.state import Folder, Progress, data_hash
+from forerun.tune.meta import machine, versions
+
+MEASURED = 6  # steps whose speed decides how many there will be; the first is not counted
+BETAS = (0.9, 0.95)
+SAVES = 20  # times that the state is saved in a run
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step reports. accuracy_P: share of predictions that were right, per position, since
+    the last report that was shown."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy_P: list[float]
+    tokens_per_second: float
+    seconds_left: float
+
+
+class Report(Protocol):
+    """Who watches a run."""
+
+    def say(self, sentence: str) -> None: ...
+
+    def step(self, step: Step) -> None: ...
+
+
+class _Trained(nn.Module):
+    """What is wrapped for several processes: a pass is a whole loss."""
+
+    def __init__(self, objective: Objective, precision: torch.dtype) -> None:
+        super().__init__()
+        self.network = objective.network
+        self._objective = [objective]  # not a submodule, should it ever be one
+        self._precision = precision
+
+    def forward(self, examples: Sequence[Example], capture: Capture, seed: int) -> Loss:
+        (objective,) = self._objective
+        batch = capture(examples)
+        device = batch.tokens_BR.device.type
+        half = self._precision is not torch.float32
+        with torch.autocast(device, self._precision, enabled=half):
+            return objective.loss(batch, torch.Generator().manual_seed(seed))
+
+
+class Trainer:
+    """One run. Raises `ConfigError` for a folder that holds something else."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: LoadedModel,
+        train: Sequence[Example],
+        held: Sequence[Example],
+        folder: Path,
+        report: Report,
+        command: Sequence[str] = (),
+    ) -> None:
+        self.recipe, self.model, self.train = recipe, model, train
+        self._report = report
+        self._processes = Processes(model.target.info.device)
+        if recipe.batch < self._processes.count:
+            raise ConfigError(
+                f"{self._processes.count} processes cannot share {recipe.batch} texts a step; "
+                "raise batch"
+            )
+        identity = {"model": model.name, "data": data_hash([*train, *held])}
+        self.folder = Folder(folder, identity, recipe)
+        self._questions = questions(held, recipe.trial_prompts)
+        self.objective = self._make_objective()
+        self._facts = {"command": list(command), "versions": versions(), "machine": machine()}
+
+    def run(self) -> Progress:
+        """Train to the end; what came of it."""
+        begun = time.monotonic()
+        found = self.folder.begin()
+        self._processes.wait()  # nobody writes before all have looked
+        self._prepare()
+        if found:
+            progress, tensors = found
+            self._restore(tensors)
+            self._say(f"going on behind step {progress.step} of {progress.steps}")
+        else:
+            if self._processes.main:
+                self.folder.claim(self._facts)
+            progress = self._plan(begun)
+        trials = _evenly(self.recipe.trials, progress.steps)
+        saves = _evenly(SAVES, progress.steps) | trials
+        before = progress.seconds
+        begin = time.monotonic()
+        window = _Window()
+        while progress.step < progress.steps:
+            loss = self._step(progress.step, progress.steps)
+            window.add(loss)
+            progress.curve.append(loss.mean)
+            progress.step += 1
+            progress.seconds = before + time.monotonic() - begin
+            self._tell(window, progress)
+            if progress.step in trials:
+                self._try(progress)
+            if progress.step in saves:
+                self._save(progress)
+        return progress
+
+    # ---- before the first step ------------------------------------------------------------------
+
+    def _make_objective(self) -> Objective:
+        recipe, info = self.recipe, self.model.target.info
+        made: type[Objective] = find(recipe.kind, OBJECTIVES)
+        kept = vocabulary.full(info.vocab_size)
+        if recipe.draft_vocab != "all" and recipe.draft_vocab < info.vocab_size:
+            counts_V = vocabulary.count(self.train, info.vocab_size)
+            marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
+            always = vocabulary.controls(list(marks), self.model.stop_ids)
+            kept = vocabulary.choose(counts_V, recipe.draft_vocab, always)
+            self._say(
+                f"draft vocabulary: {len(kept)} of {info.vocab_size} tokens, "
+                f"{kept.coverage:.1%} of what is learned from"
+            )
+        noise = torch.Generator().manual_seed(recipe.seed)
+        objective = made(made.settings(**recipe.options), self.model, kept, noise)
+        trained = [p for p in objective.network.parameters() if p.requires_grad]
+        self._say(
+            f"{recipe.kind}: {sum(p.numel() for p in trained) / 1e6:.1f} million parameters, "
+            f"reading boundaries {', '.join(map(str, objective.taps)) or 'none'} of {info.layers}"
+        )
+        return objective
+
+    def _prepare(self) -> None:
+        objective = self.objective
+        precision = self._precision()
+        self._say(f"products in {str(precision).removeprefix('torch.')}, weights in float32")
+        module = _Trained(objective, precision)
+        self._module = self._processes.wrap(module, self.recipe.shard)
+        self._trained = [p for p in self._module.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, self.recipe.lr, BETAS, weight_decay=self.recipe.weight_decay, fused=True
+        )
+        self._capture = Capture(objective.target, objective.taps, self._states())
+
+    def _states(self) -> States | None:
+        """Where hidden states are kept, if the recipe wants so; each process has a file."""
+        if not self.recipe.cache:
+            return None
+        info, boundaries = self.model.target.info, len(self.objective.taps) + 1
+        size = States.bytes(self.train, boundaries, info)
+        self._say(f"hidden states are kept on disk while the run lasts: {size / 1e9:.2f} GB")
+        file = self.folder.path / f"training/states-{self._processes.rank}.bin"
+        return States(file, self.train, boundaries, info)
+
+    def _precision(self) -> torch.dtype:
+        if self.recipe.precision != "auto":
+            return DTYPES[self.recipe.precision]
+        half = multiplies_bf16(self.model.target.info.device)
+        return torch.bfloat16 if half else torch.float32
+
+    def _plan(self, begun: float) -> Progress:
+        """Fix the number of steps: of the tokens, or of what the machine does in the time."""
+        recipe, progress = self.recipe, Progress(steps=0)
+        text = sum(len(example.tokens) for example in self.train) / len(self.train)
+        trial_begun = time.monotonic()
+        if recipe.trials:
+            self._try(progress)
+        trial = time.monotonic() - trial_begun
+        if recipe.tokens is not None:
+            progress.steps = max(1, round(recipe.tokens / (text * recipe.batch)))
+        else:
+            assert recipe.budget_seconds is not None
+            until = begun + recipe.budget_seconds - recipe.trials * trial
+            progress.steps = self._processes.agree(self._count_steps(until))
+        rounds = progress.steps * recipe.batch / len(self.train)
+        self._say(
+            f"{progress.steps} steps of {recipe.batch} texts ({text:.0f} tokens each): every text "
+            f"{rounds:.1f} times"
+        )
+        return progress
+
+    def _count_steps(self, until: float) -> int:
+        """How many steps fit until a time. Those of the first round take longer where hidden
+        states are kept."""
+        first = self._time_steps()
+        later = self._time_steps() if self.recipe.cache else first
+        left = until - time.monotonic()
+        if left < 0:
+            self._say("the budget is shorter than the trials of the draft; set trials = 0")
+        round = len(self.train) / self.recipe.batch
+        if left < round * first:
+            return max(1, int(left / first))
+        return int(round + (left - round * first) / later)
+
+    def _time_steps(self) -> float:
+        """Seconds of a step; nothing is learned in them."""
+        begin = 0.0
+        for number, texts in enumerate(self._batches(0, MEASURED + 1)):
+            if number == 1:
+                begin = time.monotonic()
+            self._backward(texts, number)
+            nn.utils.clip_grad_norm_(self._trained, self.recipe.clip)
+            self._optimizer.zero_grad()
+        return (time.monotonic() - begin) / MEASURED
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def _step(self, step: int, steps: int) -> _Sums:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.recipe.rate(step, steps)
+        (texts,) = self._batches(step, 1)
+        sums = self._backward(texts, step)
+        nn.utils.clip_grad_norm_(self._trained, self.recipe.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return sums
+
+    def _backward(self, texts: Sequence[Example], step: int) -> _Sums:
+        own = texts[self._processes.rank :: self._processes.count]
+        seed = self.recipe.seed * 1_000_003 + step
+        loss = Loss(*self._module(own, self._capture, seed))
+        # Processes average their gradients; each stands for what it counted.
+        tokens = torch.tensor(float(sum(len(text.tokens) for text in own)))
+        sums = _Sums.of(loss, tokens.to(loss.total.device))
+        sums = _Sums(self._processes.sum(sums.values), len(loss.loss_P))
+        share = self._processes.count * loss.count / max(sums.count, 1.0)
+        (loss.total * share).backward()
+        return sums
+
+    def _batches(self, first: int, count: int) -> Iterator[list[Example]]:
+        """The texts of steps: every round goes through all of them in a new order."""
+        size, texts = self.recipe.batch, len(self.train)
+        orders: dict[int, list[int]] = {}
+        for step in range(first, first + count):
+            chosen = []
+            for place in range(step * size, (step + 1) * size):
+                round, index = divmod(place, texts)
+                if round not in orders:
+                    noise = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + round)
+                    orders[round] = torch.randperm(texts, generator=noise).tolist()
+                chosen.append(self.train[orders[round][index]])
+            yield chosen
+
+    # ---- between steps --------------------------------------------------------------------------
+
+    def _tell(self, window: _Window, progress: Progress) -> None:
+        if not self._processes.main:
+            return
+        step = Step(
+            progress.step,
+            progress.steps,
+            window.loss,
+            window.accuracy,
+            window.tokens_per_second,
+            (progress.steps - progress.step) * window.seconds_per_step,
+        )
+        self._report.step(step)
+
+    def _try(self, progress: Progress) -> None:
+        """Write the draft and let the engine answer held-out prompts with it."""
+        weights = self._weights()
+        if self._processes.main:
+            self.folder.write_draft(lambda folder: self.objective.save(folder, weights))
+            trial: Trial = evaluate(
+                self.model,
+                self.objective.spec(self.folder.path),
+                self._questions,
+                self.recipe.trial_tokens,
+            )
+            progress.trials.append({"step": progress.step, **trial.json()})
+            self._say(f"step {progress.step}: {trial}")
+        self._processes.wait()
+
+    def _save(self, progress: Progress) -> None:
+        parameters, optimizer = get_state_dict(self._module, self._optimizer, options=_WHOLE)
+        weights = _network(parameters)
+        if self._processes.main:
+            self.folder.save(
+                progress,
+                {"parameters": parameters, "optimizer": optimizer},
+                lambda folder: self.objective.save(folder, weights),
+                self._facts,
+            )
+        self._processes.wait()
+
+    def _restore(self, tensors: Mapping[str, Any]) -> None:
+        set_state_dict(
+            self._module,
+            self._optimizer,
+            model_state_dict=tensors["parameters"],
+            optim_state_dict=tensors["optimizer"],
+            options=_WHOLE,
+        )
+
+    def _weights(self) -> dict[str, Tensor]:
+        return _network(get_model_state_dict(self._module, options=_WHOLE))
+
+    def _say(self, sentence: str) -> None:
+        if self._processes.main:
+            self._report.say(sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums over all processes: count, loss times count, tokens, then loss, hits and rows per
+    position."""
+
+    values: Tensor
+    positions: int
+
+    @staticmethod
+    def of(loss: Loss, tokens: Tensor) -> _Sums:
+        single = torch.stack([loss.count.float(), loss.total.detach() * loss.count, tokens])
+        return _Sums(torch.cat([single, loss.loss_P, loss.hits_P, loss.rows_P]), len(loss.loss_P))
+
+    @property
+    def count(self) -> float:
+        return float(self.values[0])
+
+    @property
+    def mean(self) -> float:
+        return float(self.values[1]) / max(self.count, 1.0)
+
+
+class _Window:
+    """Means over the last steps."""
+
+    SIZE = 50
+
+    def __init__(self) -> None:
+        self._sums: list[_Sums] = []
+        self._times = [time.monotonic()]
+
+    def add(self, sums: _Sums) -> None:
+        self._sums = [*self._sums, sums][-self.SIZE :]
+        self._times = [*self._times, time.monotonic()][-self.SIZE - 1 :]
+
+    @property
+    def loss(self) -> float:
+        return sum(sums.mean for sums in self._sums) / len(self._sums)
+
+    @property
+    def accuracy(self) -> list[float]:
+        count = self._sums[0].positions
+        total = torch.stack([sums.values for sums in self._sums]).sum(0)
+        _, hits_P, rows_P = total[3:].split(count)
+        shares: list[float] = (hits_P / rows_P.clamp(min=1)).tolist()
+        return shares
+
+    @property
+    def seconds_per_step(self) -> float:
+        return (self._times[-1] - self._times[0]) / len(self._sums)
+
+    @property
+    def tokens_per_second(self) -> float:
+        tokens = sum(float(sums.values[2]) for sums in self._sums) / len(self._sums)
+        return tokens / max(self.seconds_per_step, 1e-9)
+
+
+def _network(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state of the network alone, whatever it is wrapped in."""
+    mark = "network."
+    return {
+        name[name.index(mark) + len(mark) :]: tensor
+        for name, tensor in parameters.items()
+        if mark in name
+    }
+
+
+def _evenly(count: int, steps: int) -> set[int]:
+    """`count` steps, the last among them."""
+    return {round(steps * (place + 1) / count) for place in range(count)} - {0}
+
+
+def train(
+    recipe: Recipe,
+    model: LoadedModel,
+    data: Sequence[Path],
+    folder: Path,
+    report: Report,
+    command: Sequence[str] = (),
+) -> Progress:
+    """Train on the files of `data` and leave a draft in `folder`."""
+    found = load(data, model.tokenizer, min(recipe.max_length, model.target.info.max_length))
+    learned, held = split(found, recipe.held_out, recipe.seed)
+    return Trainer(recipe, model, learned, held, folder, report, command).run()

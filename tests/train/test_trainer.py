@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.core import SamplingParams
+from forerun.engine.llm import LLM
+from forerun.errors import ConfigError
+from forerun.models.hub import LoadedModel
+from forerun.train.examples import Example
+from forerun.train.objectives import OBJECTIVES
+from forerun.train.recipe import Recipe, make_recipe, read_toml
+from forerun.train.state import PROVENANCE, RECIPE, STATE
+from forerun.train.trainer import Step, Trainer
+from forerun.tune.bench import Bench, Setting
+from forerun.tune.workloads import Prompt, Workload
+from training import answers, target, text
+
+
+@dataclass
+class Watch:
+    """A report that may end a run."""
+
+    stop_at: int = -1
+    said: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def say(self, sentence: str) -> None:
+        self.said.append(sentence)
+
+    def step(self, step: Step) -> None:
+        if step.step == self.stop_at:
+            raise KeyboardInterrupt
+        self.steps.append(step)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return target(tmp_path_factory.mktemp("target"))
+
+
+EXAMPLES = [text((4, 12 + i), length=12 + i, seed=i) for i in range(12)]
+
+
+def recipe(**values: Any) -> Recipe:
+    small = {"kind": "eagle3", "tokens": 1500, "batch": 5, "trials": 0, "precision": "float32"}
+    options = {"taps": [1, 2, 3]}
+    return Recipe(**{**small, "draft_vocab": 200, "options": options, **values})
+
+
+def run(model: LoadedModel, folder: Path, watch: Watch | None = None, **values: Any) -> list[float]:
+    watch = watch or Watch()
+    learned, held = EXAMPLES[:10], EXAMPLES[10:]
+    trainer = Trainer(recipe(**values), model, learned, held, folder, watch, ["forerun", "train"])
+    return trainer.run().curve
+
+
+def test_a_killed_run_goes_on_with_the_same_losses(model: LoadedModel, tmp_path: Path) -> None:
+    whole = run(model, tmp_path / "whole")
+    assert len(whole) == 18
+    assert whole[-1] < whole[0]
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "killed", Watch(stop_at=9))
+    assert (tmp_path / "killed" / STATE).exists()
+    watch = Watch()
+    assert run(model, tmp_path / "killed", watch) == whole
+    assert watch.steps[0].step == 9
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert files[0] == files[1]
+    assert run(model, tmp_path / "other", seed=1) != whole
+
+
+def test_a_folder_takes_no_other_run(model: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "run", Watch(stop_at=3))
+    with pytest.raises(ConfigError, match=r"another lr \(0\.001, not 0\.002\); name a new folder"):
+        run(model, tmp_path / "run", lr=2e-3)
+    with pytest.raises(ConfigError, match="another unroll"):
+        run(model, tmp_path / "run", options={"taps": [1, 2, 3], "unroll": 2})
+    run(model, tmp_path / "run")
+    with pytest.raises(ConfigError, match="is finished; name a new folder"):
+        run(model, tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds something else"):
+        run(model, tmp_path / "other")
+
+
+def test_eight_answers_are_learned_by_heart(model: LoadedModel, tmp_path: Path) -> None:
+    learned, held = answers(model, 8), answers(model, 10)[8:]
+    tokens = 200 * 8 * len(learned[0].tokens)
+    values = {"tokens": tokens, "batch": 8, "lr": 1e-2, "draft_vocab": "all", "trials": 1}
+    watch = Watch()
+    Trainer(recipe(**values), model, learned, held, tmp_path / "run", watch).run()
+    assert watch.steps[-1].steps == 200
+    assert watch.steps[-1].accuracy_P[0] > 0.95
+
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    llm = LLM(model, draft=f"eagle3:{tmp_path / 'run'},k=3,min_prob=0")
+    output = llm.generate(learned[0].tokens[:6], params)[0]
+    assert output.outputs[0].token_ids == learned[0].tokens[6:]
+    assert output.stats.acceptance_length > 3
+
+
+def test_what_it_prints_is_what_bench_measures(model: LoadedModel, tmp_path: Path) -> None:
+    texts = ["Hello", "What is a fox?", "Two and two", "Name a river"]
+    messages = [[{"role": "user", "content": content}] for content in texts]
+    held = []
+    for each in messages:
+        prompt = model.tokenizer.chat(each)
+        held.append(Example([*prompt, 65], [False] * len(prompt) + [True], str(each)))
+    learned = answers(model, 8)
+    values = {"tokens": 3000, "lr": 1e-2, "trials": 2, "trial_tokens": 24, "trial_prompts": 4}
+    trainer = Trainer(recipe(**values), model, learned, held, tmp_path / "run", Watch())
+    trials = trainer.run().trials
+    assert [trial["step"] for trial in trials] == [0, 10, 20]
+
+    asked = Workload("mine", tuple(Prompt(str(i), tuple(m)) for i, m in enumerate(messages)))
+    params = SamplingParams(temperature=0, max_tokens=24, seed=0)
+    spec = f"eagle3:{tmp_path / 'run'},k=3"
+    bench = Bench(model, Setting([asked], [spec], params=params), lambda s, n: LLM(model, draft=s))
+    list(bench.run())
+    row = bench.rows()[-1]
+    assert row.acceptance_length == pytest.approx(trials[-1]["acceptance_length"], rel=0.02)
+    assert row.acceptance_per_position == pytest.approx(
+        trials[-1]["acceptance_per_position"], rel=0.02
+    )
+    assert row.acceptance_length > 1
+
+
+def test_a_run_says_where_it_comes_from(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / PROVENANCE).read_text())
+    assert record["command"] == ["forerun", "train"]
+    assert record["finished"] is True
+    assert record["identity"]["model"] == model.name
+    assert len(record["identity"]["data"]) == 16
+    assert record["identity"]["recipe"]["seed"] == 0
+    assert {"torch", "forerun"} <= record["versions"].keys()
+    assert len(record["curve"]) == record["steps"] == 18
+
+
+def test_a_recipe_file_gives_the_same_run(model: LoadedModel, tmp_path: Path) -> None:
+    run(model, tmp_path / "run")
+    values = read_toml(tmp_path / "run" / RECIPE)
+    made = OBJECTIVES["eagle3"]
+    again = make_recipe("eagle3", made.defaults, made.settings, values, {})
+    first = json.loads((tmp_path / "run" / PROVENANCE).read_text())["identity"]["recipe"]
+    assert {k: v for k, v in again.model_dump(mode="json").items() if k != "options"} == {
+        k: v for k, v in first.items() if k != "options"
+    }
+    assert made.settings(**again.options) == made.settings(**first["options"])
+
+
+def test_kept_states_change_nothing(model: LoadedModel, tmp_path: Path) -> None:
+    watch = Watch()
+    kept = run(model, tmp_path / "kept", watch, cache=True)
+    assert kept == run(model, tmp_path / "fresh")
+    assert any("kept on disk while the run lasts" in sentence for sentence in watch.said)
+    assert sorted(file.name for file in (tmp_path / "kept" / "training").iterdir()) == [
+        "recipe.toml"
+    ]
+
+
+def test_a_budget_of_time_becomes_a_number_of_steps(model: LoadedModel, tmp_path: Path) -> None:
+    watch = Watch()
+    run(model, tmp_path / "run", watch, tokens=None, budget_seconds=1.0)
+    assert watch.steps[-1].step == watch.steps[-1].steps == len(watch.steps)
+    assert any("steps of 5 texts" in sentence for sentence in watch.said)
