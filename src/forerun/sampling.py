@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -285,6 +285,16 @@ def gumbel(seed: int, position: int, ids_N: Tensor, stream: int = Stream.TARGET)
     bits_N = bits_N.bitwise_right_shift_(12).bitwise_and_(2**52 - 1)
     v_N = bits_N.float().add_(0.5).mul_(2.0**-52).clamp_(max=1 - 2.0**-24)
     return v_N.neg_().log1p_().neg_().log_().neg_()
+
+
+def arrivals(seed: int, position: int) -> Callable[[int], float]:
+    """exp(-noise) of the target's choice at a position, for one token at a time.
+
+    These are exponential numbers, and the smallest of number / probability is chosen. For drafts of
+    a few tokens, where a tensor would take longer.
+    """
+    key = _key(seed, position, Stream.TARGET)
+    return lambda token: -math.log1p(-((_mix(key + token * _STEP) >> 12) + 0.5) * 2.0**-52)
 
 
 def uniform(seed: int, position: int, stream: int, index: int) -> float:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli import data, make, measure, models, run
+from forerun.cli import corpus, data, make, measure, models, run
 from forerun.config import nearest
 from forerun.errors import ForerunError
 from forerun.tune.metrics import DEFINITIONS
@@ -42,6 +42,7 @@ app.command(epilog=_columns())(measure.bench)
 app.command()(models.inspect)
 app.command()(make.export)
 app.add_typer(data.app, name="data")
+app.add_typer(corpus.app, name="train")
 app.add_typer(models.app, name="models")
 
 
