@@ -25,6 +25,7 @@ from forerun.drafters.tree import best_first
 from forerun.errors import ConfigError
 
 REQUEST_ORDER = 16  # longest ending that is looked for in the request
+NEGLIGIBLE = 1e-2  # probability left over at which shorter endings no longer matter
 EQUAL_TRUST = 2.0  # length of an ending from which on the request is trusted more than the corpus
 
 # Weight of the target's noise. 1 would be right if the corpus had the target's own law; it has an
@@ -130,7 +131,7 @@ def mixed(law: dict[int, float], matches: Matches) -> dict[int, float]:
 
     With an ending of L tokens, the request's law has the weight L / (L + 2).
     """
-    followed = mixture([matches], corpus_file.NEGLIGIBLE) if matches.longest else ()
+    followed = mixture([matches], NEGLIGIBLE) if matches.longest else ()
     known = sum(chance for _, chance in followed)
     if not known:
         return law

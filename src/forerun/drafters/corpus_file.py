@@ -1,23 +1,22 @@
 """The file of `corpus:FILE`: what follows the last tokens in answers that the model wrote before.
 
 One safetensors file, mapped into memory, so that opening it reads next to nothing and processes
-share it. C contexts, sorted by key; E followers, those of one context side by side, likeliest first.
+share it. C contexts, sorted by key; E followers, those of one context side by side, likeliest
+first.
 
     keys_C        uint64   hash of a context; 0 is the empty one
     begins_C1     int32    context c is followed by begins[c] ... begins[c + 1] - 1
-    left_C        uint16   share of the probability that is left to the context one token shorter
     followers_E   uint16   tokens; uint32 where the vocabulary needs it
-    chances_E     uint16   what a follower has of its own, beside what shorter contexts add
+    chances_E     uint16   their probabilities in 65535ths, rounded down, shorter contexts included
 
-Probabilities are counted in 65535ths, rounded down. A context is only there together with all the
-shorter ones, so that the longest is found from the empty one on, until one is missing.
+A context is only there together with all the shorter ones, so that the longest is found from the
+empty one on, until one is missing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from forerun.models.tokenizer import Tokenizer
 
 FORMAT = "forerun corpus 1"
 ONE = 65535  # probability 1
-NEGLIGIBLE = 1e-3  # probability left over at which shorter contexts no longer matter
 
 EMPTY = 0
 _STEP = 0x9E3779B97F4A7C15
@@ -52,8 +50,9 @@ def extend(key: int, token: int) -> int:
 
 def extend_all(keys_N: NDArray[np.uint64], tokens_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`extend` for many contexts."""
-    keys_N = (keys_N ^ (tokens_N + np.uint64(1))) * np.uint64(_STEP)
-    return keys_N ^ (keys_N >> np.uint64(32))
+    mixed_N: NDArray[np.uint64] = (keys_N ^ (tokens_N + np.uint64(1))) * np.uint64(_STEP)
+    mixed_N ^= mixed_N >> np.uint64(32)
+    return mixed_N
 
 
 class Header(Settings):
@@ -76,52 +75,43 @@ class Tables:
 
     keys_C: NDArray[np.uint64]
     begins_C1: NDArray[np.int32]
-    left_C: NDArray[np.uint16]
-    followers_E: NDArray[np.uint16] | NDArray[np.uint32]
+    followers_E: NDArray[np.unsignedinteger[Any]]
     chances_E: NDArray[np.uint16]
 
 
 class Corpus:
-    """Reads the tables. `law` takes microseconds: no array library is asked, only views of memory."""
+    """Reads the tables, by views of memory: asking an array library would take longer."""
 
     def __init__(self, header: Header, tables: Tables) -> None:
         self.header = header
         self.order = header.order
         self.contexts = len(tables.keys_C)
-        self._keys = memoryview(tables.keys_C)
-        self._begins = memoryview(tables.begins_C1)
-        self._left = memoryview(tables.left_C)
-        self._followers = memoryview(tables.followers_E)
-        self._chances = memoryview(tables.chances_E)
+        self._keys = tables.keys_C.data
+        self._begins = tables.begins_C1.data
+        self._followers = tables.followers_E.data
+        self._chances = tables.chances_E.data
 
     def law(self, ending: Sequence[int]) -> dict[int, float]:
-        """Tokens that may follow a text, with their probabilities; the sum is at most 1.
+        """Tokens that may follow a text, with their probabilities; the sum is at most 1."""
+        place = self._longest(ending)
+        begin, end = self._begins[place], self._begins[place + 1]
+        followers = self._followers[begin:end].tolist()
+        return {
+            token: chance / ONE
+            for token, chance in zip(followers, self._chances[begin:end].tolist(), strict=True)
+        }
 
-        Longer contexts first; each passes on the share that it leaves (Chen & Goodman 1999, 2.8).
-        """
-        law: dict[int, float] = {}
-        unit = 1 / ONE
-        for place in reversed(self._places(ending)):
-            begin, end = self._begins[place], self._begins[place + 1]
-            followers = self._followers[begin:end].tolist()
-            for token, chance in zip(followers, self._chances[begin:end].tolist(), strict=True):
-                law[token] = law.get(token, 0.0) + unit * chance
-            unit *= self._left[place] / ONE
-            if unit < NEGLIGIBLE / ONE:
-                break
-        return law
-
-    def _places(self, ending: Sequence[int]) -> list[int]:
-        """The contexts in which a text ends, shortest first."""
+    def _longest(self, ending: Sequence[int]) -> int:
+        """The longest context in which a text ends."""
         keys = self._keys
-        found = [0]  # the empty one
+        found = 0  # the empty one
         key = EMPTY
         for token in reversed(ending[-self.order :]):
             key = extend(key, token)
             place = bisect_left(keys, key)
             if place == self.contexts or keys[place] != key:
                 break
-            found.append(place)
+            found = place
         return found
 
 
@@ -139,11 +129,11 @@ def write(path: Path, header: Header, tables: Tables) -> None:
     scratch = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch.write_bytes(save(tensors, metadata))
-    os.replace(scratch, path)
+    scratch.replace(path)
 
 
 def read(path: Path) -> Corpus:
-    """Open a corpus. Raises `ConfigError` where there is none, `CheckpointError` where it is torn."""
+    """Open a corpus. Raises `ConfigError` where there is none, `CheckpointError` if it is torn."""
     if not path.is_file():
         raise ConfigError(f"there is no corpus {path}; make one with: forerun train corpus")
     try:
@@ -181,7 +171,6 @@ def _check(header: Header, tables: Tables) -> None:
     expected: Mapping[str, tuple[type, int]] = {
         "keys_C": (np.uint64, contexts),
         "begins_C1": (np.int32, contexts + 1),
-        "left_C": (np.uint16, contexts),
         "followers_E": (token_type(header.vocab_size), followers),
         "chances_E": (np.uint16, followers),
     }
@@ -198,6 +187,6 @@ def _check(header: Header, tables: Tables) -> None:
         raise ValueError("followers_E")
 
 
-def token_type(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+def token_type(vocab_size: int) -> type[np.unsignedinteger[Any]]:
     """The smallest type that holds a token."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
