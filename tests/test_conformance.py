@@ -15,6 +15,7 @@ from forerun.engine.engine import Engine
 from forerun.models.hub import LoadedModel
 from forerun.verify import make_verifier
 from tiny import tiny_llama
+from tiny_corpus import tiny_corpus
 from tiny_heads import tiny_dflash, tiny_eagle, tiny_medusa
 
 SPECS = [drafter.example for drafter in DRAFTERS.values()]
@@ -63,6 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder: Path = tmp_path_factory.mktemp("models")
     target = tiny_llama(folder / "target", layers=4, seed=1)
     trained = {
+        "corpus": tiny_corpus(folder / "corpus", target, PROMPTS[5]),
         "medusa": tiny_medusa(folder / "medusa", folder / "target"),
         "dflash": tiny_dflash(folder / "dflash", target.target.info),
         "eagle": tiny_eagle(folder / "eagle", target, "eagle"),

@@ -296,6 +296,24 @@ def gumbel(seed: int, position: int, ids_N: Tensor, stream: int = Stream.TARGET)
     return v_N.neg_().log1p_().neg_().log_().neg_()
 
 
+def arrivals(seed: int, position: int) -> Callable[[int], float]:
+    """exp(-noise) of the target's choice at a position, for one token at a time.
+
+    These are exponential numbers, and the smallest of number / probability is chosen. For drafts of
+    a few tokens, where a tensor would take longer.
+    """
+    key = _key(seed, position, Stream.TARGET)
+    (first, times), (second, again), (third, _) = _ROUNDS
+
+    def arrival(token: int) -> float:
+        z = key + token * _STEP & _MASK  # `_mix` without its loop, which would take twice as long
+        z = (z ^ (z >> first)) * times & _MASK
+        z = (z ^ (z >> second)) * again & _MASK
+        return -math.log1p(-(((z ^ (z >> third)) >> 12) + 0.5) * 2.0**-52)
+
+    return arrival
+
+
 def uniform(seed: int, position: int, stream: int, index: int) -> float:
     """A uniform number in (0, 1), the index-th of a position."""
     bits = _mix(_key(seed, position, stream) + index * _STEP)

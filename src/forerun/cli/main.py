@@ -41,11 +41,8 @@ app.command()(run.generate)
 app.command(epilog=_columns())(measure.bench)
 app.command()(models.inspect)
 app.command()(make.export)
-<<<<<<< HEAD
 app.add_typer(data.app, name="data")
-=======
 app.add_typer(train.app, name="train")
->>>>>>> train
 app.add_typer(models.app, name="models")
 
 

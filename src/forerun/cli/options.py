@@ -26,8 +26,8 @@ Model = Annotated[
 Draft = Annotated[
     str | None,
     option(
-        "Who guesses ahead: none, ngram, suffix, model:ID, skip:N, medusa:DIR, eagle:DIR, "
-        "eagle3:DIR, dflash:DIR; options as ngram:max=4,k=8; "
+        "Who guesses ahead: none, ngram, suffix, corpus:FILE, model:ID, skip:N, medusa:DIR, "
+        "eagle:DIR, eagle3:DIR, dflash:DIR; options as ngram:max=4,k=8; "
         f"a+b asks b where a has nothing. [default: {DEFAULT_DRAFT}]",
         metavar="SPEC",
     ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli import options
+from forerun.cli import corpus, options
 from forerun.cli.options import option
 from forerun.errors import ConfigError
 
@@ -93,6 +93,7 @@ def _command(kind: str) -> Callable[..., None]:
 
 for _kind in KINDS:
     app.command(_kind)(_command(_kind))
+app.command()(corpus.corpus)
 
 
 class _Bar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from forerun.config import Settings, nearest
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.combined import Combined
+from forerun.drafters.corpus import CorpusDrafter
 from forerun.drafters.dflash import DFlashDrafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.eagle import Eagle, EagleThree
@@ -19,7 +20,17 @@ __all__ = ["DRAFTERS", "DraftContext", "Drafter", "check", "make_drafter"]
 
 DRAFTERS: dict[str, type[Drafter]] = {
     drafter.name: drafter
-    for drafter in (Ngram, Suffix, DraftModel, SkipLayers, Medusa, DFlashDrafter, Eagle, EagleThree)
+    for drafter in (
+        Ngram,
+        Suffix,
+        CorpusDrafter,
+        DraftModel,
+        SkipLayers,
+        Medusa,
+        DFlashDrafter,
+        Eagle,
+        EagleThree,
+    )
 }
 
 

@@ -89,6 +89,14 @@ class Calibration:
             return draft
         return prune(draft, [n for n, chance in enumerate(survival) if chance >= min_prob])
 
+    def correct(self, request: Request, draft: Draft, min_prob: float) -> Draft:
+        """The same as `propose`, for a draft whose survival is the drafter's own belief."""
+        beliefs = [
+            reached / (draft.survival[parent] if parent >= 0 else 1.0)
+            for reached, parent in zip(draft.survival, draft.parents, strict=True)
+        ]
+        return self.propose(request, draft.tokens, draft.parents, beliefs, min_prob=min_prob)
+
     def settle(self, request: Request) -> None:
         """Learn from the tokens that were committed since the request's last proposal, if any."""
         length, draft, beliefs = self._open.pop(request.id, (0, None, ()))

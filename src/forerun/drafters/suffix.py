@@ -84,13 +84,7 @@ class Suffix(Drafter):
         )
         if not draft.tokens:
             return draft
-        beliefs = [
-            reached / (draft.survival[parent] if parent >= 0 else 1.0)
-            for reached, parent in zip(draft.survival, draft.parents, strict=True)
-        ]
-        return self._calibration.propose(
-            request, draft.tokens, draft.parents, beliefs, min_prob=self._options.min_prob
-        )
+        return self._calibration.correct(request, draft, self._options.min_prob)
 
     def _matches(self, request: Request) -> list[Matches]:
         trie = self._tries.get(request.id)
