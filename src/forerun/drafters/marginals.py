@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.core import Draft, Request
 from forerun.drafters import ranking
 from forerun.drafters.tree import depth_first
+from forerun.models.topk import best
 from forerun.sampling import Place
 
 
@@ -40,7 +41,7 @@ def candidates(
     ids_U: ids of the draft's tokens where they are not those of the target, which has `vocab_size`.
     """
     if all(Place(request).is_argmax for request in requests):  # and then at all places
-        return _at_once(logits_BDU, top_k, ids_U, vocab_size)
+        return _at_once(logits_BDU, top_k, ids_U)
     tokens: list[list[list[int]]] = [[] for _ in requests]
     beliefs: list[list[list[float]]] = [[] for _ in requests]
     for logits_BU in logits_BDU.unbind(1):
@@ -56,13 +57,12 @@ def candidates(
     return [Candidates(*each) for each in zip(tokens, beliefs, strict=True)]
 
 
-def _at_once(
-    logits_BDU: Tensor, top_k: int, ids_U: Tensor | None, vocab_size: int
-) -> list[Candidates]:
+def _at_once(logits_BDU: Tensor, top_k: int, ids_U: Tensor | None) -> list[Candidates]:
     """The same where no place looks at more than its logits."""
     places = logits_BDU.shape[1]
-    ranked = ranking.rank(logits_BDU.flatten(0, 1), None, top_k, ids_U, vocab_size)
-    tokens, beliefs = (part_NK.tolist() for part_NK in ranked)
+    columns_NK, logs_NK = best(logits_BDU.flatten(0, 1), min(top_k, logits_BDU.shape[2]))
+    tokens = (columns_NK if ids_U is None else ids_U[columns_NK]).tolist()
+    beliefs = logs_NK.exp().tolist()
     ends = range(places, len(tokens) + 1, places)
     return [Candidates(tokens[end - places : end], beliefs[end - places : end]) for end in ends]
 
