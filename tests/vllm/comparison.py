@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -82,7 +82,8 @@ class Comparison:
     def partings(self) -> list[Parting]:
         found = []
         for prompt, (ours, theirs) in enumerate(zip(self.ours, self.vllm, strict=True)):
-            place = len(commonprefix([ours.tokens, theirs.tokens]))
+            pairs = zip(ours.tokens, theirs.tokens, strict=True)
+            place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if place < ours.end:
                 logits_V = self.noise.logits[prompt][place]
                 gap = logits_V[ours.tokens[place]] - logits_V[theirs.tokens[place]]

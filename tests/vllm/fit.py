@@ -214,7 +214,9 @@ def _eagle3_loss(
             memory.mask_BRK = torch.cat(masks, 1)[None]
             hidden_BRC = module(hidden_BRC, embedded_BRC, positions_BR, memory)
             logits_BRU = module.lm_head(module.readout(hidden_BRC))  # type: ignore[misc]
-            total = total + cross_entropy(logits_BRU[:, j:].flatten(0, 1), labels_BR[:, j:].flatten())
+            total = total + cross_entropy(
+                logits_BRU[:, j:].flatten(0, 1), labels_BR[:, j:].flatten()
+            )
             hidden_BRC = hidden_BRC.roll(1, 1)
         return total / k
 
