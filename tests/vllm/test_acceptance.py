@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,18 +78,19 @@ def noise(
 def fitted(
     target: Path, model: LoadedModel, prompts: list[list[int]], texts: list[list[int]]
 ) -> Callable[[str], Path]:
-    """The folder of a draft that knows the texts of both engines."""
+    """The folder of a draft that knows the texts of both engines. Kept for the next run."""
+
+    @cache
+    def lessons() -> list[Text]:
+        theirs = vllm_answers(target, prompts, model.stop_ids, BUILD)
+        both = [*texts, *(answer.tokens for answer in theirs)]
+        pairs = zip([*prompts, *prompts], both, strict=True)
+        return [Text([*ids, *text], len(ids)) for ids, text in pairs]
 
     def make(family: str) -> Path:
         folder = BUILD / "fitted" / family
         if not (folder / "config.json").exists():  # the last file to be written
-            theirs = vllm_answers(target, prompts, model.stop_ids, BUILD)
-            both = [*texts, *(answer.tokens for answer in theirs)]
-            lessons = [
-                Text([*ids, *text], len(ids))
-                for ids, text in zip([*prompts, *prompts], both, strict=True)
-            ]
-            fit(family, model, lessons, K, folder)
+            fit(family, model, lessons(), K, folder)
         return folder
 
     return make
