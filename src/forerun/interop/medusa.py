@@ -38,6 +38,8 @@ OTHERS = {
     "speculators": "the speculators format knows no Medusa heads",
     "specforge": "SpecForge knows no Medusa heads",
 }
+# vLLM 0.32 forgets that it has read token_map, and stops because of it unless told not to look.
+UNTRACKED = """--model-loader-extra-config '{"enable_weights_track": false}'"""
 PICKLED, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 BESIDE = "medusa_head."  # before the names of heads that lie beside their model
 
@@ -277,7 +279,8 @@ def _write_vllm(module: MedusaHeads, folder: Path, target: str | None) -> str:
         "num_speculative_tokens": config.heads,
     }
     model = target or config.base_model or "TARGET"
-    return f"vllm serve {model} --speculative-config '{json.dumps(options)}'"
+    line = f"vllm serve {model} --speculative-config '{json.dumps(options)}'"
+    return f"{line} {UNTRACKED}" if config.draft_vocab_size else line
 
 
 def _write_medusa(module: MedusaHeads, folder: Path, target: str | None) -> str:
@@ -468,6 +471,8 @@ def _doubts(found: _Found, module: MedusaHeads) -> Iterator[str]:
         yield "biases are stored but medusa_fc_bias is not set, so vLLM leaves them out"
     if config.draft_vocab_size and config.output == "each":
         yield "vLLM 0.32 cannot load a reduced matrix per head; there they must share one"
+    elif config.draft_vocab_size:
+        yield f"vLLM 0.32 loads a reduced vocabulary only with {UNTRACKED}"
     if not config.bias:
         yield "there are no biases: heads that were trained with them have lost some acceptance"
     if config.layers and not any(weight.any() for weight in module.blocks.parameters()):
