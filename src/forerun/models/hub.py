@@ -128,7 +128,9 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device
         use = f"medusa:{name} drafts for it, and for no other model"
         if not isinstance(target, OpenTarget):
             use = "they cannot draft here, because it runs through transformers"
-        print(f"{name} was trained together with the Medusa heads beside it: {use}", file=sys.stderr)
+        print(
+            f"{name} was trained together with the Medusa heads beside it: {use}", file=sys.stderr
+        )
     return LoadedModel(
         name, target, tokenizer, _stop_ids(_published_stops(path, config), tokenizer)
     )
