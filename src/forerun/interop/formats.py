@@ -15,9 +15,11 @@ from forerun.models.heads.dflash import DFlash
 from forerun.models.heads.medusa import MedusaHeads
 from forerun.models.hub import LoadedModel
 from forerun.models.target import TargetInfo, opened
+from forerun.models.weights import folder_weights
 
 # Each has detect, read, describe and export, with the same meaning.
-FAMILIES: dict[str, ModuleType] = {"medusa": medusa, "eagle": eagle, "dflash": dflash}
+# EAGLE comes last: it is told by its tensors, and of those some may be missing.
+FAMILIES: dict[str, ModuleType] = {"medusa": medusa, "dflash": dflash, "eagle": eagle}
 TRIALS: dict[str, ModuleType] = {
     "medusa": medusa_trial,
     "eagle": eagle_trial,
@@ -95,6 +97,8 @@ def export(layout: str, folder: Path, out: Path, target: str | None = None) -> s
 def _files(folder: Path) -> ModuleType:
     name = family(folder)
     if name is None:
+        if (folder / "config.json").exists():
+            folder_weights(folder, None)  # says what is wrong with files that cannot be read
         raise CheckpointError(
             f"{folder} holds no draft of a known family ({', '.join(FAMILIES)}); "
             "give the folder with its config.json and weights"

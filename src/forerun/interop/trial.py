@@ -98,7 +98,7 @@ class Trial:
         if self.near_chance:
             said.append(
                 "! that is little more than chance: it is not trained, or made for another model"
-                + "".join(f"; {other.reading}: no better" for other in self.others)
+                + "".join(f"; no better with {other.reading}" for other in self.others)
             )
         return said
 
