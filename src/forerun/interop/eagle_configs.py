@@ -71,10 +71,10 @@ def layer_config(config: Config) -> Config:
 
 
 def eagle1_settings(config: Config, weights: Weights, folder: Path) -> Eagle1Settings:
-    """EAGLE-1 and 2 are flat. Whether fc has a bias, the tensors say."""
+    """EAGLE-1 and 2 are flat. Whether fc has a bias, the tensors say where the config does not."""
     return Eagle1Settings(
         **_layer_numbers(config, weights, folder),
-        fc_bias="fc.bias" in weights,
+        fc_bias=config.get("bias") is True or "fc.bias" in weights,
     )
 
 

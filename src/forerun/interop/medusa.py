@@ -29,7 +29,7 @@ from forerun.models.gguf_file import GGUFFile
 from forerun.models.heads.medusa import MedusaConfig, MedusaHeads
 from forerun.models.hub import locate, read_config
 from forerun.models.target import TargetInfo
-from forerun.models.weights import NAMES, Weights, folder_weights, gguf_weights
+from forerun.models.weights import BESIDE, NAMES, Weights, folder_weights, gguf_weights
 
 LAYOUTS = ("vllm", "medusa", "medusa2")
 OTHERS = {
@@ -41,7 +41,6 @@ OTHERS = {
 # vLLM 0.32 forgets that it has read token_map, and stops because of it unless told not to look.
 UNTRACKED = """--model-loader-extra-config '{"enable_weights_track": false}'"""
 PICKLED, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
-BESIDE = "medusa_head."  # before the names of heads that lie beside their model
 
 
 # ---- reading ------------------------------------------------------------------------------------
