@@ -229,6 +229,7 @@ def _proposed(drafter: Any, speech: Speech, place: int) -> Sequence[int]:
     one.span.length = place
     drafter.observe([one], [], [speech.taps_RBC[:place, list(drafter.taps)]])
     (draft,) = drafter.propose([one], [16])
+    drafter.release(one)
     tokens: Sequence[int] = draft.tokens
     return tokens
 
