@@ -5,8 +5,9 @@
 A round is `observe` and `propose` of the real drafter, on drafts with random weights as large as
 SmolLM2's layers. Its bare passes are measured with it, round by round: the calls that the round
 makes of its network and output matrix are written down with their arguments and made again, with
-nothing in between. A second table shows what a step of the engine costs beside the passes, those of
-the target and of the draft, with a tree that is verified whole.
+nothing in between; where a round is one compiled call, that call times them. A second table shows
+what a step of the engine costs beside the passes, those of the target and of the draft, with a tree
+that is verified whole.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from forerun.drafters.medusa import Medusa
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
 from forerun.models.cache import Span
+from forerun.models.heads.eagle_round import EagleRounds
 from forerun.models.hub import load
 from forerun.models.target import TargetInfo
 from forerun.verify import make_verifier
@@ -53,8 +55,13 @@ def passes(drafter: Drafter) -> list[tuple[Any, str]]:
     """The methods in which a drafter runs its network, and does nothing else."""
     assert isinstance(drafter, Medusa | EagleDrafter | DFlashDrafter)
     runner = drafter._runner
-    names = [name for name in ("fuse", "append", "run", "logits") if hasattr(runner, name)]
+    names = [name for name in ("fuse", "append", "run", "logits", "rank") if hasattr(runner, name)]
     return [(drafter._target, "final_norm"), *((runner, name) for name in names)]
+
+
+def in_one_call(drafter: Drafter | None) -> EagleRounds | None:
+    """What drafts whole rounds and times their passes, if the drafter has that."""
+    return drafter._runner.rounds if isinstance(drafter, EagleDrafter) else None
 
 
 @contextmanager
@@ -163,6 +170,9 @@ def measure_rounds(drafter: Drafter, info: TargetInfo, batch: int, count: int) -
     pairs = []
     for _ in range(WARM_UP + count):
         whole = rounds.round()
+        if compiled := in_one_call(drafter):
+            pairs.append((whole, compiled.seconds))
+            continue
         recording = Recording(drafter)
         with recording.recorded():
             rounds.round()
@@ -198,13 +208,16 @@ class Steps:
             return timed
 
         drafter = self.engine.drafter
+        compiled = in_one_call(drafter)
         with (
             watched([(self.engine.target, "forward")], clock(True)),
             watched(passes(drafter) if drafter else [], clock(False)),
         ):
             begin = perf_counter()
             self.engine.step()
-            self.seconds.append((perf_counter() - begin, spent[True], spent[False]))
+            seconds = perf_counter() - begin
+        of_draft = compiled.seconds if compiled else spent[False]
+        self.seconds.append((seconds, spent[True], of_draft))
 
     def medians(self) -> tuple[float, float]:
         """Seconds of a step, and outside of its passes."""

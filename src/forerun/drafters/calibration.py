@@ -48,17 +48,24 @@ class Calibration:
         self._requests: dict[int, _Ratio] = {}
         self._open: dict[int, tuple[int, Draft, Sequence[float]]] = {}
 
+    @property
+    def ratios(self) -> list[float]:
+        """Per bin of beliefs, by which they are multiplied."""
+        return [ratio.value for ratio in self._bins]
+
+    def ratio(self, request: Request) -> float:
+        """By which beliefs about this request are multiplied, too."""
+        own = self._requests.get(request.id)
+        return own.value if own else 1.0
+
     def estimate(self, request: Request, belief: float) -> float:
         """The chance that a node is right whose ancestors are, where the drafter says `belief`."""
-        own = self._requests.get(request.id)
-        estimate = belief * self._bins[int(belief * BINS)].value
-        return min(MOST, estimate * own.value if own else estimate)
+        return min(MOST, belief * self._bins[int(belief * BINS)].value * self.ratio(request))
 
     def estimates(self, requests: Sequence[Request], beliefs_BN: Tensor) -> Tensor:
         """`estimate` for many nodes at once; row b holds beliefs about requests[b]."""
-        ratios = beliefs_BN.new_tensor([ratio.value for ratio in self._bins])
-        known = (self._requests.get(request.id) for request in requests)
-        own_B1 = beliefs_BN.new_tensor([[ratio.value if ratio else 1.0] for ratio in known])
+        ratios = beliefs_BN.new_tensor(self.ratios)
+        own_B1 = beliefs_BN.new_tensor([[self.ratio(request)] for request in requests])
         return (beliefs_BN * ratios[(beliefs_BN * BINS).long()] * own_B1).clamp(max=MOST)
 
     def propose(
@@ -76,8 +83,7 @@ class Calibration:
         remembered until `settle`, so that what is never proposed can prove to be worth it.
         """
         bins = self._bins
-        known = self._requests.get(request.id)
-        own = known.value if known else 1.0
+        own = self.ratio(request)
         survival: list[float] = []
         for parent, belief in zip(parents, beliefs, strict=True):  # `estimate`, without its calls
             estimate = belief * bins[int(belief * BINS)].value * own

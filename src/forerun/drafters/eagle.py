@@ -25,7 +25,7 @@ from torch import Tensor
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.calibration import Calibration
+from forerun.drafters.calibration import MOST, Calibration
 from forerun.drafters.growing import Growth
 from forerun.drafters.ranking import rank
 from forerun.drafters.tree import depth_first
@@ -33,6 +33,7 @@ from forerun.errors import CapacityError, ConfigError
 from forerun.interop import eagle as checkpoint
 from forerun.models.cache import Span
 from forerun.models.heads.eagle import Eagle1, Eagle3, Eagle3Settings, EagleDraft, default_taps
+from forerun.models.heads.eagle_round import EagleRounds, Rules, Start
 from forerun.models.heads.eagle_runner import EagleRunner
 from forerun.models.hub import locate
 from forerun.models.packing import Part, pack_parts
@@ -130,9 +131,17 @@ class EagleDrafter(Drafter):
         ]
         if not lanes:
             return [Draft()] * len(requests)
-        self._feed([(lane.request, lane.follower) for lane in lanes])
-        self._grow(lanes)
-        drafts = {lane.request.id: self._draft(lane) for lane in lanes}
+        plain = all(Place(lane.request).is_argmax for lane in lanes)
+        if plain and (rounds := self._runner.rounds):
+            grown = self._round(lanes, rounds)
+        else:
+            self._feed([(lane.request, lane.follower) for lane in lanes])
+            self._grow(lanes, plain)
+            grown = [lane.growth.draft() for lane in lanes]
+        drafts = {
+            lane.request.id: self._draft(lane.request, draft)
+            for lane, draft in zip(lanes, grown, strict=True)
+        }
         return [drafts.get(request.id, Draft()) for request in requests]
 
     @torch.inference_mode()
@@ -206,24 +215,50 @@ class EagleDrafter(Drafter):
         tokens: list[int] = []
         parts = []
         for request, follower in due:
-            begin, rows = follower.span.length, follower.unfed
-            tokens += request.tokens[begin + 1 : begin + 1 + rows]
-            parts.append(Part(follower.span, range(-1, rows - 1), rows))
-        waiting = [part for _, follower in due for part in follower.waiting]
-        features_NF = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            rows = _due(request, follower)
+            tokens += rows
+            parts.append(Part(follower.span, range(-1, len(rows) - 1), len(rows)))
+        features_NF = _joined([part for _, follower in due for part in follower.waiting])
         hidden_NC = self._runner.run(pack_parts(tokens, parts), self._runner.fuse(features_NF))
         end = 0
         for (_, follower), part in zip(due, parts, strict=True):
             end += part.rows
             follower.hidden_1C = hidden_NC[end - 1 : end].clone()  # a view would keep all alive
-            follower.waiting.clear()
-            self._runner.store.commit(follower.span, range(part.rows))
+            self._committed(follower)
+
+    def _committed(self, follower: Follower) -> None:
+        """All that was waiting has its rows."""
+        self._runner.store.commit(follower.span, range(follower.unfed))
+        follower.waiting.clear()
 
     # ---- trees ----------------------------------------------------------------------------------
 
-    def _grow(self, lanes: Sequence[Lane]) -> None:
+    def _round(self, lanes: Sequence[Lane], rounds: EagleRounds) -> list[Draft]:
+        """`_feed` and `_grow` in one call."""
+        rules = Rules(self._top_k, self._min_prob, self._calibration.ratios, MOST)
+        drafts = rounds.draft([self._start(lane) for lane in lanes], rules)
+        for lane in lanes:
+            self._committed(lane.follower)
+        return drafts
+
+    def _start(self, lane: Lane) -> Start:
+        request, follower, growth = lane.request, lane.follower, lane.growth
+        if follower.hidden_1C is None:
+            follower.hidden_1C = self._runner.new_state()
+        features_RF = _joined(follower.waiting) if follower.waiting else None
+        return Start(
+            follower.span,
+            features_RF,
+            _due(request, follower),
+            follower.hidden_1C,
+            growth.nodes,
+            growth.depth,
+            request.stop_ids,
+            self._calibration.ratio(request),
+        )
+
+    def _grow(self, lanes: Sequence[Lane], plain: bool) -> None:
         """Let the trees of all lanes grow side by side, one pass per level."""
-        plain = all(Place(lane.request).is_argmax for lane in lanes)
         hidden_NC = torch.cat([_last(lane.follower) for lane in lanes])
         while True:
             origins = self._extend(lanes, hidden_NC, plain)
@@ -272,10 +307,20 @@ class EagleDrafter(Drafter):
         ]
         return self._runner.run(pack_parts(tokens, parts), hidden_NC)
 
-    def _draft(self, lane: Lane) -> Draft:
-        tree = depth_first(lane.growth.draft())
+    def _draft(self, request: Request, grown: Draft) -> Draft:
+        tree = depth_first(grown)
         # Until here, survival stands for the belief in a node given its parent.
-        return self._calibration.propose(lane.request, tree.tokens, tree.parents, tree.survival)
+        return self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)
+
+
+def _due(request: Request, follower: Follower) -> list[int]:
+    """The tokens that the next rows read, one for each waiting feature."""
+    begin = follower.span.length + 1
+    return request.tokens[begin : begin + follower.unfed]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _last(follower: Follower) -> Tensor:

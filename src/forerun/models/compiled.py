@@ -56,14 +56,11 @@ class Compiled:
             weight = blocked.transpose(1, 2).contiguous()
         bias = None if bias_O is None else functional.pad(bias_O.float(), (0, padding))
         outputs = -(-len(weight_OI) // kernels.LANES) * kernels.LANES  # whole vectors are written
-        address = kernels.Matrix(weight.data_ptr(), _address(bias), inputs, outputs)
-        return PackedMatrix(weight, bias, len(weight_OI), address)
+        matrix = kernels.Matrix(weight.data_ptr(), address(bias), inputs, outputs)
+        return PackedMatrix(weight, bias, len(weight_OI), matrix)
 
     def begin(self, packed: Packed, store: KVStore) -> None:
-        if store is not self.store() or packed.positions > self.positions:
-            self.addresses.clear()
-            self.runs.clear()
-            self.store, self.positions = weakref.ref(store), 2 * packed.positions
+        self._locate_in(store, packed.positions)
         nodes = len(packed.parent_N)
         if packed.rows > self.rows or nodes > self.nodes:
             self._grow(packed.rows, nodes)
@@ -91,7 +88,7 @@ class Compiled:
             ctypes.byref(self.batch),
             self._addresses(layers),
             len(layers),
-            _address(beside_RC),
+            address(beside_RC),
             hidden_RC.data_ptr(),
         )
         return hidden_RC
@@ -131,7 +128,7 @@ class Compiled:
         normed_NC = torch.empty_like(hidden_NC)
         self.lib.logits(
             hidden_NC.data_ptr(),
-            _address(norm_C),
+            address(norm_C),
             self.config.norm_eps,
             ctypes.byref(head.address),
             normed_NC.data_ptr(),
@@ -150,7 +147,7 @@ class Compiled:
         scratch = self.ranking
         self.lib.rank(
             hidden_NC.data_ptr(),
-            _address(norm_C),
+            address(norm_C),
             self.config.norm_eps,
             ctypes.byref(head.address),
             scratch.normed.data_ptr(),
@@ -165,6 +162,20 @@ class Compiled:
         columns, shares = scratch.columns[: rows * top_k], scratch.shares[: rows * top_k]
         begins = range(0, rows * top_k, top_k)
         return [columns[i : i + top_k] for i in begins], [shares[i : i + top_k] for i in begins]
+
+    def addresses_in(
+        self, store: KVStore, positions: int, layers: Sequence[Layer]
+    ) -> ctypes.Array[Any]:
+        """Where layers with their keys and values in this store lie, for passes up to so many
+        positions; valid until the next pass."""
+        self._locate_in(store, positions)
+        return self._addresses(layers)
+
+    def _locate_in(self, store: KVStore, positions: int) -> None:
+        if store is not self.store() or positions > self.positions:
+            self.addresses.clear()
+            self.runs.clear()
+            self.store, self.positions = weakref.ref(store), 2 * positions
 
     def _grow(self, rows: int, nodes: int) -> None:
         c = self.config
@@ -209,8 +220,8 @@ class Compiled:
             values.data_ptr(),
             cosine_PD.data_ptr(),
             sine_PD.data_ptr(),
-            _address(layer.q_norm_D),
-            _address(layer.k_norm_D),
+            address(layer.q_norm_D),
+            address(layer.k_norm_D),
             c.norm_eps,
             self.scale,
             c.attention_softcap or 0.0,
@@ -222,11 +233,11 @@ class Compiled:
             layer.o.address,
             layer.gate_up.address,
             layer.down.address,
-            _address(layer.before_attention_C),
-            _address(layer.after_attention_C),
-            _address(layer.before_mlp_C),
-            _address(layer.after_mlp_C),
-            _address(layer.beside_C),
+            address(layer.before_attention_C),
+            address(layer.after_attention_C),
+            address(layer.before_mlp_C),
+            address(layer.after_mlp_C),
+            address(layer.beside_C),
             layer.normed_residual,
         )
 
@@ -248,5 +259,5 @@ class _Ranking:
         )
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -91,9 +91,11 @@ class OpenTarget(Target, Protocol):
     """A target that lends its two ends to drafters built on its hidden states. C hidden size.
 
     backend: what computes its layers, and can compute what else reads states of their size.
+    embedding_VC: what `embed` looks up, not scaled.
     """
 
     backend: Backend
+    embedding_VC: Tensor
 
     def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
         """What the first layer is fed, [N, C]; without the embedding scale if not `scaled`."""

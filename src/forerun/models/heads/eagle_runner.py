@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.cache import KVStore
+from forerun.models.compiled import Compiled
 from forerun.models.heads.eagle import Eagle1, Eagle3, EagleDraft
+from forerun.models.heads.eagle_round import EagleRounds, Network
 from forerun.models.heads.fused import (
     draft_backend,
     draft_rope,
@@ -33,6 +35,7 @@ class EagleRunner:
 
     The network itself is not kept: what is needed of it was laid out anew. store: its keys and
     values, `slots` tokens of them. ids_U: the target's ids of the draft's tokens where they differ.
+    rounds: greedy rounds in one call each, where they can be had: EAGLE-3 in compiled layers.
     """
 
     def __init__(self, network: EagleDraft, target: OpenTarget, slots: int) -> None:
@@ -63,6 +66,28 @@ class EagleRunner:
             self._last_norm_C = norm_weight(network.norm)
             self._norm_output = network.settings.norm_output
             self._reads_beside = True
+        self.rounds = self._compiled_rounds()
+
+    def _compiled_rounds(self) -> EagleRounds | None:
+        if not isinstance(self._backend, Compiled) or not self._reads_beside or self._head is None:
+            return None
+        own = self._embedding_VC
+        network = Network(
+            self._layers,
+            self._target.embedding_VC if own is None else own,
+            self._fc,
+            self._head,
+            self._feature_norms,
+            self._last_norm_C,
+            self._norm_output,
+            self.ids_U,
+        )
+        return EagleRounds(self._backend, self.store, network)
+
+    def new_state(self) -> Tensor:
+        """Room for what a row hands on, [1, C]."""
+        info = self._target.info
+        return torch.empty(1, self.settings.hidden_size, dtype=info.dtype, device=info.device)
 
     def fuse(self, features_NF: Tensor) -> Tensor:
         """See `EagleDraft.fuse`; [N, C]."""

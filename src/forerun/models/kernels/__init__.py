@@ -21,14 +21,16 @@ import torch
 
 from forerun.home import cache_folder
 
-SOURCE = Path(__file__).with_name("kernels.c")
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / "kernels.c", FOLDER / "drafting.c"]
+HEADER = FOLDER / "kernels.h"
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
 MAX_HEAD, MAX_GROUP, LANES, COLUMNS = 256, 64, 16, 32  # as in kernels.c
 
 
 class Pass(ctypes.Structure):
-    """Mirror of `Pass` in kernels.c."""
+    """Mirror of `Pass` in kernels.h."""
 
     _fields_ = (
         ("rows", ctypes.c_int32),
@@ -47,7 +49,7 @@ class Pass(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """Mirror of `Matrix` in kernels.c."""
+    """Mirror of `Matrix` in kernels.h."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -58,7 +60,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Mirror of `Layer` in kernels.c."""
+    """Mirror of `Layer` in kernels.h."""
 
     _fields_ = (
         ("bf16", ctypes.c_int32),
@@ -92,6 +94,62 @@ class Layer(ctypes.Structure):
     )
 
 
+class Network(ctypes.Structure):
+    """Mirror of `Network` in drafting.c."""
+
+    _fields_ = (
+        ("bf16", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("features", ctypes.c_int32),
+        ("layer_count", ctypes.c_int32),
+        ("norm_count", ctypes.c_int32),
+        ("layers", ctypes.c_void_p),
+        ("feature_norms", ctypes.c_void_p),
+        ("embedding", ctypes.c_void_p),
+        ("fc", Matrix),
+        ("head", Matrix),
+        ("last_norm", ctypes.c_void_p),
+        ("norm_eps", ctypes.c_float),
+        ("norm_output", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("ids", ctypes.c_void_p),
+    )
+
+
+class Rules(ctypes.Structure):
+    """Mirror of `Rules` in drafting.c."""
+
+    _fields_ = (
+        ("width", ctypes.c_int32),
+        ("bins", ctypes.c_int32),
+        ("floor", ctypes.c_double),
+        ("most", ctypes.c_double),
+        ("ratios", ctypes.c_void_p),
+    )
+
+
+class Lane(ctypes.Structure):
+    """Mirror of `Lane` in drafting.c."""
+
+    _fields_ = (
+        ("base", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+        ("due", ctypes.c_int32),
+        ("nodes", ctypes.c_int32),
+        ("depth", ctypes.c_int32),
+        ("end_count", ctypes.c_int32),
+        ("fed", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("ratio", ctypes.c_double),
+        ("draft", ctypes.c_void_p),
+        ("parents", ctypes.c_void_p),
+        ("beliefs", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+    )
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had."""
@@ -117,8 +175,10 @@ def _build(compiler: str) -> Path:
 
 
 def _compiled(command: list[str]) -> Path:
-    """The library that this command makes of the source, from the cache if it is there."""
-    key = hashlib.sha256(SOURCE.read_bytes())
+    """The library that this command makes of the sources, from the cache if it is there."""
+    key = hashlib.sha256()
+    for source in (HEADER, *SOURCES):
+        key.update(source.read_bytes())
     for part in (torch.__version__, *command, _processor()):
         key.update(part.encode())
     built = cache_folder() / "kernels" / f"{key.hexdigest()[:16]}.so"
@@ -128,7 +188,7 @@ def _compiled(command: list[str]) -> Path:
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         fresh = Path(scratch) / built.name
-        _run([*command, str(SOURCE), "-o", str(fresh), "-lm"])
+        _run([*command, *map(str, SOURCES), "-o", str(fresh), "-lm"])
         fresh.replace(built)
     return built
 
@@ -170,4 +230,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.rank.argtypes = (*lib.logits.argtypes, int32, int32, pointer, pointer)
     for name in ("prepare", "run", "append", "linear", "norm", "logits", "best", "rank"):
         getattr(lib, name).restype = None
+    lib.draft_round.argtypes = (pointer, pointer, pointer, int32)
+    lib.draft_round.restype = ctypes.c_double
     return lib
