@@ -281,4 +281,4 @@ def _dflash_loss(
 
 
 FITS = {"medusa": fit_medusa, "eagle3": fit_eagle3, "dflash": fit_dflash}
-ROUNDS = {"medusa": 10, "eagle3": 13, "dflash": 12}  # about a minute each on two cores
+ROUNDS = {"medusa": 10, "eagle3": 20, "dflash": 30}  # two minutes at most on two cores

@@ -75,17 +75,14 @@ def noise(
 
 
 @pytest.fixture(scope="session")
-def fitted(
-    target: Path, model: LoadedModel, prompts: list[list[int]], texts: list[list[int]]
-) -> Callable[[str], Path]:
-    """The folder of a draft that knows the texts of both engines. Kept for the next run."""
+def fitted(target: Path, model: LoadedModel, prompts: list[list[int]]) -> Callable[[str], Path]:
+    """The folder of a draft that knows the texts of vLLM. Kept for the next run."""
 
     @cache
     def lessons() -> list[Text]:
-        theirs = vllm_answers(target, prompts, model.stop_ids, BUILD)
-        both = [*texts, *(answer.tokens for answer in theirs)]
-        pairs = zip([*prompts, *prompts], both, strict=True)
-        return [Text([*ids, *text], len(ids)) for ids, text in pairs]
+        answers = vllm_answers(target, prompts, model.stop_ids, BUILD)
+        pairs = zip(prompts, answers, strict=True)
+        return [Text([*ids, *answer.tokens], len(ids)) for ids, answer in pairs]
 
     def make(family: str) -> Path:
         folder = BUILD / "fitted" / family
