@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_llama(folder / "model", layers=4, max_length=1024)
     tiny_medusa(folder / "heads", folder / "model", "medusa")
     tiny_eagle(folder / "eagle", model, "eagle")
-    tiny_eagle(folder / "eagle3", model)
+    tiny_eagle(folder / "eagle3", model, taps=(2, 3, 4))
     draft = tiny_dflash_module(model.target.info, taps=(1, 2), block_size=4)
     dflash.export(draft, "zlab", folder / "dflash")
     (folder / "tree.json").write_text("[[0], [0, 0], [1]]")
