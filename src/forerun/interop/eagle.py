@@ -64,14 +64,17 @@ def read(folder: Path, dtype: torch.dtype | None = torch.float32) -> Eagle1 | Ea
     if kind is None:
         raise CheckpointError(
             f"{folder} is no EAGLE draft: it has neither {HIDDEN_NORM} (EAGLE-3) nor fc.weight "
-            "beside one layer without an input norm (EAGLE-1)"
+            "beside one layer without an input norm (EAGLE-1); forerun inspect says what it is"
         )
     module: Eagle1 | Eagle3
-    with torch.device("meta"):
-        if kind is Eagle3:
-            module = Eagle3(eagle3_settings(config, weights, folder))
-        else:
-            module = Eagle1(eagle1_settings(config, weights, folder))
+    try:
+        with torch.device("meta"):
+            if kind is Eagle3:
+                module = Eagle3(eagle3_settings(config, weights, folder))
+            else:
+                module = Eagle1(eagle1_settings(config, weights, folder))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error}; fetch its own config.json") from None
     _check_vocabulary(weights, module.settings, folder)
     fill(module, weights)
     return module.requires_grad_(False)

@@ -468,6 +468,8 @@ def _doubts(found: _Found, module: MedusaHeads) -> Iterator[str]:
             yield f"config.json says {name} {said}, the tensors say {number}, which is used"
     if found.layout == "vllm" and config.bias and not published.get("medusa_fc_bias"):
         yield "biases are stored but medusa_fc_bias is not set, so vLLM leaves them out"
+    if found.layout == "vllm" and config.output == "target":
+        yield "no output matrix is stored: vLLM needs one; export it again as vllm"
     if config.draft_vocab_size and config.output == "each":
         yield "vLLM 0.32 cannot load a reduced matrix per head; there they must share one"
     elif config.draft_vocab_size:
