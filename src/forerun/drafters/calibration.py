@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -40,18 +41,14 @@ class Calibration:
 
     One is kept for each range of beliefs over all requests, one for each request over all beliefs.
     Whatever follows is the judge, whether a node was verified or not, so a drafter whose proposals
-    are never verified still learns.
+    are never verified still learns. ratios: per bin of beliefs, by which they are multiplied.
     """
 
     def __init__(self) -> None:
         self._bins = [_Ratio(MEMORY) for _ in range(BINS + 1)]
+        self.ratios = array("d", [ratio.value for ratio in self._bins])
         self._requests: dict[int, _Ratio] = {}
         self._open: dict[int, tuple[int, Draft, Sequence[float]]] = {}
-
-    @property
-    def ratios(self) -> list[float]:
-        """Per bin of beliefs, by which they are multiplied."""
-        return [ratio.value for ratio in self._bins]
 
     def ratio(self, request: Request) -> float:
         """By which beliefs about this request are multiplied, too."""
@@ -60,11 +57,11 @@ class Calibration:
 
     def estimate(self, request: Request, belief: float) -> float:
         """The chance that a node is right whose ancestors are, where the drafter says `belief`."""
-        return min(MOST, belief * self._bins[int(belief * BINS)].value * self.ratio(request))
+        return min(MOST, belief * self.ratios[int(belief * BINS)] * self.ratio(request))
 
     def estimates(self, requests: Sequence[Request], beliefs_BN: Tensor) -> Tensor:
         """`estimate` for many nodes at once; row b holds beliefs about requests[b]."""
-        ratios = beliefs_BN.new_tensor(self.ratios)
+        ratios = beliefs_BN.new_tensor(self.ratios.tolist())
         own_B1 = beliefs_BN.new_tensor([[self.ratio(request)] for request in requests])
         return (beliefs_BN * ratios[(beliefs_BN * BINS).long()] * own_B1).clamp(max=MOST)
 
@@ -82,11 +79,11 @@ class Calibration:
         beliefs: per node, the chance that it is right if its ancestors are. All nodes are
         remembered until `settle`, so that what is never proposed can prove to be worth it.
         """
-        bins = self._bins
+        ratios = self.ratios
         own = self.ratio(request)
         survival: list[float] = []
         for parent, belief in zip(parents, beliefs, strict=True):  # `estimate`, without its calls
-            estimate = belief * bins[int(belief * BINS)].value * own
+            estimate = belief * ratios[int(belief * BINS)] * own
             reached = survival[parent] if parent >= 0 else 1.0
             survival.append(reached * (estimate if estimate < MOST else MOST))
         draft = Draft(tokens, parents, survival, probs_NV)
@@ -112,9 +109,11 @@ class Calibration:
         if own is None:
             own = self._requests[request.id] = _Ratio(REQUEST_MEMORY)
         for node, right in outcomes(draft, request.tokens[length:]):
-            shared = self._bins[int(beliefs[node] * BINS)]
+            bin = int(beliefs[node] * BINS)
+            shared = self._bins[bin]
             own.learn(min(MOST, beliefs[node] * shared.value), right)
             shared.learn(beliefs[node], right)
+            self.ratios[bin] = shared.value
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

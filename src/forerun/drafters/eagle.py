@@ -66,24 +66,23 @@ class Follower:
 
     span: Span
     waiting: list[Tensor] = field(default_factory=list)  # [rows, F]
+    unfed: int = 0  # rows of them
     hidden_1C: Tensor | None = None  # what the last row gave
-
-    @property
-    def unfed(self) -> int:
-        return sum(len(features_RF) for features_RF in self.waiting)
 
     @property
     def features(self) -> int:
         return self.span.length + self.unfed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lane:
-    """A request in a round, and the tree that grows for it."""
+    """A request in a round, the limits of its tree, and the tree if it grows level by level."""
 
     request: Request
     follower: Follower
-    growth: Growth
+    nodes: int
+    depth: int
+    growth: Growth = field(init=False)
 
 
 class EagleDrafter(Drafter):
@@ -120,7 +119,7 @@ class EagleDrafter(Drafter):
 
     @abstractmethod
     def _features(self, taps_RTC: Tensor) -> Tensor:
-        """What the network is fed of the taps, [R, F]."""
+        """What the network is fed of the taps, [R, F], contiguous."""
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
@@ -133,14 +132,15 @@ class EagleDrafter(Drafter):
             return [Draft()] * len(requests)
         plain = all(Place(lane.request).is_argmax for lane in lanes)
         if plain and (rounds := self._runner.rounds):
-            grown = self._round(lanes, rounds)
+            trees = self._round(lanes, rounds)
         else:
             self._feed([(lane.request, lane.follower) for lane in lanes])
             self._grow(lanes, plain)
-            grown = [lane.growth.draft() for lane in lanes]
+            trees = [depth_first(lane.growth.draft()) for lane in lanes]
+        propose = self._calibration.propose  # survival stands for belief until here
         drafts = {
-            lane.request.id: self._draft(lane.request, draft)
-            for lane, draft in zip(lanes, grown, strict=True)
+            lane.request.id: propose(lane.request, tree.tokens, tree.parents, tree.survival)
+            for lane, tree in zip(lanes, trees, strict=True)
         }
         return [drafts.get(request.id, Draft()) for request in requests]
 
@@ -181,6 +181,7 @@ class EagleDrafter(Drafter):
             self._forget(request)
         else:
             follower.waiting.append(self._features(taps_RTC))
+            follower.unfed += len(taps_RTC)
 
     def _enter(self, request: Request, budget: int) -> Lane | None:
         """The lane of a request that can be drafted for."""
@@ -193,9 +194,7 @@ class EagleDrafter(Drafter):
         depth = min(nodes, self._depth, request.remaining - 1, room)
         if depth <= 0 or not self._make_room(follower, follower.unfed + (depth - 1) * self._top_k):
             return None
-        return Lane(
-            request, follower, Growth(nodes, depth, self._top_k, request.stop_ids, self._min_prob)
-        )
+        return Lane(request, follower, nodes, depth)
 
     def _make_room(self, follower: Follower, rows: int) -> bool:
         """Whether so many rows fit behind the stable ones."""
@@ -230,35 +229,38 @@ class EagleDrafter(Drafter):
         """All that was waiting has its rows."""
         self._runner.store.commit(follower.span, range(follower.unfed))
         follower.waiting.clear()
+        follower.unfed = 0
 
     # ---- trees ----------------------------------------------------------------------------------
 
     def _round(self, lanes: Sequence[Lane], rounds: EagleRounds) -> list[Draft]:
         """`_feed` and `_grow` in one call."""
         rules = Rules(self._top_k, self._min_prob, self._calibration.ratios, MOST)
-        drafts = rounds.draft([self._start(lane) for lane in lanes], rules)
+        trees = rounds.draft([self._start(lane) for lane in lanes], rules)
         for lane in lanes:
             self._committed(lane.follower)
-        return drafts
+        return trees
 
     def _start(self, lane: Lane) -> Start:
-        request, follower, growth = lane.request, lane.follower, lane.growth
+        request, follower = lane.request, lane.follower
         if follower.hidden_1C is None:
             follower.hidden_1C = self._runner.new_state()
-        features_RF = _joined(follower.waiting) if follower.waiting else None
         return Start(
             follower.span,
-            features_RF,
+            _joined(follower.waiting) if follower.waiting else None,
             _due(request, follower),
             follower.hidden_1C,
-            growth.nodes,
-            growth.depth,
+            lane.nodes,
+            lane.depth,
             request.stop_ids,
             self._calibration.ratio(request),
         )
 
     def _grow(self, lanes: Sequence[Lane], plain: bool) -> None:
         """Let the trees of all lanes grow side by side, one pass per level."""
+        for lane in lanes:
+            ends, floor = lane.request.stop_ids, self._min_prob
+            lane.growth = Growth(lane.nodes, lane.depth, self._top_k, ends, floor)
         hidden_NC = torch.cat([_last(lane.follower) for lane in lanes])
         while True:
             origins = self._extend(lanes, hidden_NC, plain)
@@ -306,11 +308,6 @@ class EagleDrafter(Drafter):
             Part(lane.follower.span, lane.growth.rows, len(lane.growth.frontier)) for lane in lanes
         ]
         return self._runner.run(pack_parts(tokens, parts), hidden_NC)
-
-    def _draft(self, request: Request, grown: Draft) -> Draft:
-        tree = depth_first(grown)
-        # Until here, survival stands for the belief in a node given its parent.
-        return self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)
 
 
 def _due(request: Request, follower: Follower) -> list[int]:
@@ -367,4 +364,4 @@ class EagleThree(EagleDrafter):
         self.taps = settings.taps or default_taps(context.target.info.layers)
 
     def _features(self, taps_RTC: Tensor) -> Tensor:
-        return taps_RTC.flatten(1)
+        return taps_RTC.flatten(1).contiguous()

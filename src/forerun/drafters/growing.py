@@ -24,15 +24,15 @@ class Growth:
 
     __slots__ = (
         "_beliefs",
+        "_depth",
         "_ends",
         "_floor",
+        "_nodes",
         "_origins",
         "_parents",
         "_width",
-        "depth",
         "frontier",
         "level",
-        "nodes",
         "origins",
         "reached",
         "rows",
@@ -46,7 +46,7 @@ class Growth:
 
         ends: tokens that nothing follows. floor: no level is begun whose nodes are all less likely.
         """
-        self.nodes, self.depth, self._width = nodes, depth, width
+        self._nodes, self._depth, self._width = nodes, depth, width
         self._ends, self._floor = ends, floor
         self.level = 0  # of the candidates that come next
         self.tokens: list[int] = []
@@ -87,7 +87,7 @@ class Growth:
         """Choose the next frontier among the candidates from `first` on."""
         before = len(self.rows) - len(self.frontier)  # row of the first node of the old frontier
         self.frontier = []
-        if self.level < self.depth:
+        if self.level < self._depth:
             reached = self.reached
             new = sorted(range(first, len(reached)), key=reached.__getitem__, reverse=True)
             least = self._least()
@@ -105,9 +105,9 @@ class Growth:
 
     def _least(self) -> float:
         """What a node must exceed so that a child of it could be kept."""
-        if len(self.reached) < self.nodes:
+        if len(self.reached) < self._nodes:
             return 0.0
-        return sorted(self.reached)[-self.nodes]
+        return sorted(self.reached)[-self._nodes]
 
     def path(self, node: int) -> list[int]:
         """The tokens from the root's child down to a candidate."""
@@ -121,7 +121,7 @@ class Growth:
         """The likeliest candidates, parents before children and the likeliest first. `survival`
         holds the belief in each, given its parent."""
         order = sorted(range(len(self.reached)), key=self.reached.__getitem__, reverse=True)
-        del order[self.nodes :]
+        del order[self._nodes :]
         index = {candidate: node for node, candidate in enumerate(order)}
         index[-1] = -1
         return Draft(

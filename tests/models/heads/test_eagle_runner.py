@@ -50,7 +50,7 @@ class Ends:
 
     def __init__(self, dtype: torch.dtype) -> None:
         noise = torch.Generator().manual_seed(1)
-        self.table = torch.randn(VOCAB, HIDDEN, generator=noise).to(dtype)
+        self.embedding_VC = torch.randn(VOCAB, HIDDEN, generator=noise).to(dtype)
         self.head = (torch.randn(VOCAB, HIDDEN, generator=noise) * HIDDEN**-0.5).to(dtype)
         self.info = TargetInfo(
             name="target",
@@ -67,7 +67,7 @@ class Ends:
 
     def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
         assert not scaled
-        return self.table[tokens_N]
+        return self.embedding_VC[tokens_N]
 
     def head_logits(self, states_NC: Tensor) -> Tensor:
         return (states_NC @ self.head.T).float()
@@ -96,7 +96,7 @@ def reference(module: Eagle1 | Eagle3, target: Ends, request: int) -> Tensor:
 
     def run(hidden_RC: Tensor, tokens_R: Tensor, positions: Sequence[int]) -> Tensor:
         own = module.embed_tokens
-        embedded_RC = own(tokens_R) if own else target.table[tokens_R]
+        embedded_RC = own(tokens_R) if own else target.embedding_VC[tokens_R]
         at = torch.tensor([positions])
         out_RC: Tensor = module(hidden_RC[None], embedded_RC[None], at, memory)[0]
         return out_RC

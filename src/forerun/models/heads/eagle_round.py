@@ -9,6 +9,7 @@ import ctypes
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +21,7 @@ from forerun.models.compiled import Compiled, PackedMatrix, address
 from forerun.models.layers import Layer
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(NamedTuple):
     """How trees grow. See `Growth` for width and floor and `Calibration` for the others.
 
     ratios: per bin of beliefs and one more, by which they are multiplied. most: the largest chance.
@@ -29,12 +29,11 @@ class Rules:
 
     width: int
     floor: float
-    ratios: Sequence[float]
+    ratios: array[float]
     most: float
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """Where a request stands before a round, and how far its tree may grow.
 
     features_RF, tokens: what its next rows are fed; None: no row is due. hidden_1C: what its last
@@ -94,58 +93,84 @@ class EagleRounds:
             n.head.outputs,
             address(n.ids_U),
         )
+        self._trees = _Trees(0)
         self.seconds = 0.0
 
     def draft(self, starts: Sequence[Start], rules: Rules) -> list[Draft]:
-        """The trees that `Growth` would grow, whose survival is the belief in each node given its
+        """What `Growth` would grow, depth first; survival is the belief in each node given its
         parent. Rows that were due are written behind those of their span, but not committed."""
         positions = max(start.span.length + len(start.tokens) + start.depth for start in starts)
         layers = self._backend.addresses_in(self._store, positions, self._network.layers)
         self._address.layers = ctypes.addressof(layers)
-        ratios = array("d", rules.ratios)
-        parts = [_Lane(start) for start in starts]
-        lanes = (kernels.Lane * len(parts))(*[part.address for part in parts])
+        width, floor, ratios, most = rules
+        address_of_rules = kernels.Rules(
+            width, len(ratios) - 1, floor, most, ratios.buffer_info()[0]
+        )
+        trees = self._trees_for(sum(start.nodes for start in starts))
+        due = array("q", [token for start in starts for token in start.tokens])
+        ends = array("q", [token for start in starts for token in start.ends])
+        lanes = _lanes(starts, due, ends, trees)
         self.seconds = self._backend.lib.draft_round(
-            ctypes.byref(self._address),
-            ctypes.byref(
-                kernels.Rules(
-                    rules.width, len(ratios) - 1, rules.floor, rules.most, ratios.buffer_info()[0]
-                )
-            ),
-            lanes,
-            len(lanes),
+            ctypes.byref(self._address), ctypes.byref(address_of_rules), lanes, len(lanes)
         )
         if self.seconds < 0:
             raise CapacityError("no memory for a round of drafting; ask for fewer requests at once")
-        return [part.draft(lane.count) for part, lane in zip(parts, lanes, strict=True)]
+        drafts, begin = [], 0
+        for start, lane in zip(starts, lanes, strict=True):
+            drafts.append(trees.draft(begin, begin + lane.count))
+            begin += start.nodes
+        return drafts
+
+    def _trees_for(self, nodes: int) -> _Trees:
+        if nodes > self._trees.nodes:
+            self._trees = _Trees(nodes)
+        return self._trees
 
 
-class _Lane:
-    """A request as compiled code sees it, and the arrays it points into."""
+class _Trees:
+    """Room for the nodes of all trees of a round, kept: fresh arrays would cost more than that."""
 
-    def __init__(self, start: Start) -> None:
-        self._due = array("q", start.tokens)
-        self._ends = array("q", start.ends)
-        self._features_RF = None if start.features_RF is None else start.features_RF.contiguous()
-        self._tokens = (ctypes.c_int64 * start.nodes)()
-        self._parents = (ctypes.c_int32 * start.nodes)()
-        self._beliefs = (ctypes.c_double * start.nodes)()
-        self.address = kernels.Lane(
-            start.span.base,
-            start.span.length,
-            len(self._due),
-            start.nodes,
-            start.depth,
-            len(self._ends),
-            address(self._features_RF),
-            self._due.buffer_info()[0],
-            self._ends.buffer_info()[0],
-            start.hidden_1C.data_ptr(),
-            start.ratio,
-            ctypes.addressof(self._tokens),
-            ctypes.addressof(self._parents),
-            ctypes.addressof(self._beliefs),
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+        self._tokens = (ctypes.c_int64 * nodes)()
+        self._parents = (ctypes.c_int32 * nodes)()
+        self._beliefs = (ctypes.c_double * nodes)()
+        arrays = (self._tokens, self._parents, self._beliefs)
+        self._addresses = [ctypes.addressof(each) for each in arrays]
+
+    def addresses(self, node: int) -> tuple[int, int, int]:
+        """Where a tree lies whose first node this is."""
+        tokens, parents, beliefs = self._addresses
+        return tokens + 8 * node, parents + 4 * node, beliefs + 8 * node
+
+    def draft(self, begin: int, end: int) -> Draft:
+        return Draft(self._tokens[begin:end], self._parents[begin:end], self._beliefs[begin:end])
+
+
+def _lanes(
+    starts: Sequence[Start], due: array[int], ends: array[int], trees: _Trees
+) -> ctypes.Array[kernels.Lane]:
+    """The requests as compiled code sees them. due, ends: their tokens, one after the other."""
+    lanes = []
+    due_at, ends_at, node = due.buffer_info()[0], ends.buffer_info()[0], 0
+    for start in starts:
+        lanes.append(
+            kernels.Lane(
+                start.span.base,
+                start.span.length,
+                len(start.tokens),
+                start.nodes,
+                start.depth,
+                len(start.ends),
+                address(start.features_RF),
+                due_at,
+                ends_at,
+                start.hidden_1C.data_ptr(),
+                start.ratio,
+                *trees.addresses(node),
+            )
         )
-
-    def draft(self, count: int) -> Draft:
-        return Draft(self._tokens[:count], self._parents[:count], self._beliefs[:count])
+        due_at += due.itemsize * len(start.tokens)
+        ends_at += ends.itemsize * len(start.ends)
+        node += start.nodes
+    return (kernels.Lane * len(lanes))(*lanes)

@@ -45,7 +45,7 @@ typedef struct { /* a request in a round */
     const int64_t *ends;   /* tokens that nothing follows */
     void *hidden;          /* [dim], what its last row handed on; written over if rows are due */
     double ratio;          /* its own, of right to expected tokens */
-    /* filled, the likeliest first: */
+    /* filled, depth first, the likeliest siblings first: */
     int64_t *draft; /* up to `nodes` tokens */
     int32_t *parents;
     double *beliefs; /* in each, given its parent */
@@ -63,7 +63,6 @@ typedef struct {
 typedef struct { /* the tree of one request, as `Growth` of growing.py */
     Candidate *candidates;
     const Candidate **order; /* scratch */
-    int32_t *index;          /* scratch */
     int32_t *frontier;       /* candidates to expand next, best first */
     int32_t *rows;           /* per candidate that was in a frontier, its parent among them, or -1 */
     int32_t count, frontier_count, row_count;
@@ -112,7 +111,6 @@ static size_t lay_out(Round *r, char *memory) {
         nodes += inner;
         PLACE(g->candidates, all * sizeof(Candidate));
         PLACE(g->order, all * sizeof(Candidate *));
-        PLACE(g->index, all * sizeof(int32_t));
         PLACE(g->frontier, width * sizeof(int32_t));
         PLACE(g->rows, inner * sizeof(int32_t));
     }
@@ -341,17 +339,23 @@ static void grow(Round *r) {
     }
 }
 
-/* The likeliest candidates; a parent is never less likely than its children, and older. */
+/* Node `node` of the likeliest candidates and all below it to the draft of a lane. */
+static void harvest_below(Lane *lane, const Growth *g, int32_t kept, int32_t node, int32_t parent) {
+    int32_t at = lane->count++, candidate = g->order[node] - g->candidates;
+    lane->draft[at] = g->order[node]->token;
+    lane->parents[at] = parent;
+    lane->beliefs[at] = g->order[node]->belief;
+    for (int32_t i = node + 1; i < kept; i++) /* children are less likely, or younger */
+        if (g->order[i]->parent == candidate) harvest_below(lane, g, kept, i, at);
+}
+
+/* The likeliest candidates, every node followed by its subtree. */
 static void harvest(Lane *lane, Growth *g) {
     sort(g, 0);
-    lane->count = g->count < lane->nodes ? g->count : lane->nodes;
-    for (int32_t i = 0; i < lane->count; i++) {
-        const Candidate *c = g->order[i];
-        g->index[c - g->candidates] = i;
-        lane->draft[i] = c->token;
-        lane->parents[i] = c->parent < 0 ? -1 : g->index[c->parent];
-        lane->beliefs[i] = c->belief;
-    }
+    int32_t kept = g->count < lane->nodes ? g->count : lane->nodes;
+    lane->count = 0;
+    for (int32_t i = 0; i < kept; i++)
+        if (g->order[i]->parent < 0) harvest_below(lane, g, kept, i, -1);
 }
 
 /* One round; the seconds that its passes took, or -1: no memory. */
