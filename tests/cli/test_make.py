@@ -75,13 +75,29 @@ def test_inspect_a_draft(
     plain = capsys.readouterr().out
     assert "draft          medusa" in plain
     assert f"an output matrix each over {VOCAB} tokens" in plain
-    assert main(["inspect", str(heads), "--target", str(model)]) == 0
+    assert main(["inspect", str(heads), "--target", str(model), "--files-only"]) == 0
     assert capsys.readouterr().out == plain, "it fits"
     wide = tiny_folder(tmp_path / "other", vocab=VOCAB + 1)
     assert main(["inspect", str(heads), "--target", str(wide), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["draft"] == "medusa"
     assert any(f"has {VOCAB + 1}" in s for s in facts["about"] if s.startswith("! "))
+    assert facts["tried"] is None
+
+
+def test_inspect_tries_a_draft_on_its_target(
+    model: Path, heads: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(heads), "--target", str(model)]) == 0
+    out = capsys.readouterr().out
+    assert "tried on 183 places in greedy answers of" in out
+    assert "\n! with heads read as guessing 0, 0, 0 places on" in out
+    assert main(["inspect", str(heads), "--target", str(model), "--json"]) == 0
+    tried = json.loads(capsys.readouterr().out)["tried"]
+    assert tried["places"] == 183
+    assert len(tried["right"]) == 3
+    assert all(0 <= share < 0.6 for share in tried["right"])
+    assert "guessing 0, 0, 0" in tried["better"]
 
 
 def test_inspect_a_model_that_brings_its_heads(

@@ -303,13 +303,13 @@ def test_descriptions_say_what_looks_wrong(
     eagle.export(make(target), layout, tmp_path)
     edit(tmp_path, change)
     said = eagle.describe(tmp_path, target.target.info)
-    assert len([line for line in said if line.startswith("! ") and doubt in line]) == 1
+    assert len([line for line in said if line.startswith(("! ", "? ")) and doubt in line]) == 1
 
 
 def test_a_sound_draft_raises_no_doubts(target: LoadedModel, tmp_path: Path) -> None:
     """The control of the test above."""
     eagle.export(make(target), "vllm", tmp_path)
-    assert not [line for line in eagle.describe(tmp_path) if line.startswith("! ")]
+    assert not [line for line in eagle.describe(tmp_path) if line.startswith(("! ", "? "))]
 
 
 def test_speculators_drafts_get_the_targets_embedding(target: LoadedModel, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,55 @@ def test_other_folders_are_refused(drafts: Path, tmp_path: Path) -> None:
         assert formats.family(folder) is None
         with pytest.raises(CheckpointError, match="no draft of a known family"):
             formats.describe(folder)
+
+
+def without(folder: Path, out: Path, tensor: str) -> Path:
+    out.mkdir()
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    del weights[tensor]
+    save_file(weights, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash"])
+def test_a_draft_that_lacks_any_tensor_is_still_known(
+    drafts: Path, tmp_path: Path, name: str
+) -> None:
+    for index, tensor in enumerate(load_file(drafts / name / "model.safetensors")):
+        if tensor in ("lm_head.weight", "t2d", "d2t"):
+            continue  # optional, as far as the tensors tell
+        folder = without(drafts / name, tmp_path / str(index), tensor)
+        assert formats.family(folder) == FOLDERS[name]
+        with pytest.raises(CheckpointError, match=tensor.removeprefix("midlayer.")):
+            formats.describe(folder)
+
+
+def test_damaged_files_are_named_in_export(drafts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    (folder / "config.json").write_text((drafts / "eagle" / "config.json").read_text())
+    whole = (drafts / "eagle" / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        formats.export("vllm", folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eagle_config": [1]}, "eagle_config is no object"),
+        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "taps"),
+        ({"speculators_model_type": "mtp"}, "type 'mtp'"),
+    ],
+)
+def test_configs_that_make_no_sense_are_named(
+    drafts: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(drafts / "eagle3" / "model.safetensors")
+    config = json.loads((drafts / "eagle3" / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        formats.describe(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -257,6 +257,32 @@ def test_load(tmp_path: Path, dtype: str, expected: str) -> None:
     assert tiny.END in model.stop_ids
 
 
+def test_a_model_that_brings_its_medusa_heads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path)
+    capsys.readouterr()
+    alone = load(str(folder), "fp32", "cpu").target
+    path = folder / "model.safetensors"
+    heads = {"medusa_head.0.0.linear.weight": torch.zeros(HIDDEN, HIDDEN)}
+    save_file(load_file(path) | heads, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 1}))
+    assert capsys.readouterr().err == ""
+    both = load(str(folder), "fp32", "cpu").target
+    assert isinstance(both, TransformersTarget)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "trained together with the Medusa heads beside it: they cannot draft here" in said
+    logits = []
+    for target in (alone, both):
+        store = target.new_store(64)
+        span = store.open()
+        store.reserve(span, len(PREFIX))
+        logits.append(target.forward([Segment(span, PREFIX)], store).logits_NV)
+    assert torch.equal(*logits)
+
+
 def test_loading_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bars = logging.is_progress_bar_enabled()
     folder = saved(tmp_path)

@@ -37,36 +37,33 @@ def header(order: int = ORDER, vocab_size: int = VOCAB) -> Header:
     )
 
 
-def literal_law(examples: list[Example], ending: tuple[int, ...]) -> dict[int, float]:
+def literal_law(
+    examples: list[Example], ending: tuple[int, ...], estimated: set[int]
+) -> dict[int, float]:
     """Interpolated modified Kneser-Ney smoothing, word for word, over the longest context seen
-    twice."""
+    twice. `estimated` gets the lengths of contexts with data enough to estimate discounts."""
     seen: Counter[tuple[int, ...]] = Counter()  # contexts
     runs: Counter[tuple[int, ...]] = Counter()  # contexts with what followed
+    before: dict[tuple[int, ...], set[int | None]] = defaultdict(set)  # and what stood before
     for text in examples:
         for place in np.flatnonzero(text.supervised):
             for n in range(min(ORDER, place) + 1):
-                seen[tuple(text.tokens[place - n : place])] += 1
-                runs[tuple(text.tokens[place - n : place + 1])] += 1
-    counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+                run = tuple(text.tokens[place - n : place + 1])
+                seen[run[:-1]] += 1
+                runs[run] += 1
+                before[run].add(text.tokens[place - n - 1] if place > n else None)
+    counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
     for run, times in runs.items():
-        if len(run) == ORDER + 1:
-            counts[run[:-1]][run[-1]] = times
-        elif len(run) > 0 and any(longer[1:] == run for longer in runs):
-            # how many different tokens stood in front
-            counts[run[:-1]][run[-1]] = sum(longer[1:] == run for longer in runs if len(longer) > 1)
+        counts[run[:-1]][run[-1]] = times if len(run) > ORDER else len(before[run])
 
     def law(context: tuple[int, ...]) -> dict[int, float]:
-        alike = [
-            c for other, all_ in counts.items() if len(other) == len(context) for c in all_.values()
-        ]
-        n1, n2, n3, n4 = (sum(c == i for c in alike) for i in (1, 2, 3, 4))
-        y = n1 / (n1 + 2 * n2)
-        found = {
-            1: 1 - 2 * y * (n2 / n1 if n1 else 1),
-            2: 2 - 3 * y * (n3 / n2 if n2 else 1),
-            3: 3 - 4 * y * (n4 / n3 if n3 else 1),
-        }
-        discount = {c: min(max(d, 0.1 * c), 0.9 * c) for c, d in found.items()}
+        alike = [c for key in counts if len(key) == len(context) for c in counts[key].values()]
+        n1, n2, n3, n4 = (alike.count(c) for c in (1, 2, 3, 4))
+        discount = {1: 0.5, 2: 1.0, 3: 1.5}
+        if min(n1, n2, n3, n4):
+            y = n1 / (n1 + 2 * n2)
+            discount = {1: 1 - 2 * y * n2 / n1, 2: 2 - 3 * y * n3 / n2, 3: 3 - 4 * y * n4 / n3}
+            estimated.add(len(context))
         total = sum(counts[context].values())
         own = {t: (c - discount[min(c, 3)]) / total for t, c in counts[context].items()}
         if not context:
@@ -89,14 +86,14 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_laws_are_what_the_literal_formula_says() -> None:
     examples = texts()
     read = Corpus(header(), corpus.build(examples, VOCAB, order=ORDER))
-    longest = 0
+    estimated: set[int] = set()
     for n in range(ORDER + 2):
         for ending in product(range(VOCAB), repeat=n):
             law = read.law(ending)
-            assert law == pytest.approx(literal_law(examples, ending[-ORDER:]), abs=2e-5)
+            expected = literal_law(examples, ending[-ORDER:], estimated)
+            assert law == pytest.approx(expected, abs=2e-5)
             assert sum(law.values()) <= 1
-            longest = max(longest, len(ending))
-    assert longest == ORDER + 1
+    assert estimated == {2, 3}, "both ways to discount are seen"
 
 
 def test_only_answers_are_counted_and_prompts_are_context() -> None:

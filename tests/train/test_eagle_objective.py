@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.drafters import DraftContext, make_drafter
-from forerun.drafters.draft_cache import DraftCache, SideBySide
 from forerun.drafters.eagle import EagleThree
 from forerun.errors import ConfigError
 from forerun.models.hub import LoadedModel
+from forerun.models.packing import Part, pack_parts
 from forerun.train.capture import Batch
 from forerun.train.examples import Example
 from forerun.train.objectives import Objective
@@ -54,30 +54,24 @@ class Drafting:
         drafter = make_drafter(f"eagle3:{folder},k=4", context)
         assert isinstance(drafter, EagleThree)
         assert drafter.taps == objective.taps
-        self.drafter, self.network = drafter, drafter._network
+        self.drafter, self.runner = drafter, drafter._runner
 
     def logits(self, taps_RTC: Tensor, tokens: list[int], anchor: int, steps: int) -> Tensor:
         """Behind row `anchor`, if the text is what is drafted, [S, U]."""
-        c = self.network.settings
-        cache = DraftCache(c.layers, c.kv_heads, c.head_dim, torch.float32, torch.device("cpu"))
-        rows = anchor + 1
-        memory = SideBySide([cache], [rows], [self.drafter._causal(0, rows)])
-        hidden_1NC = self.drafter._run(
-            self.network.fuse(self.drafter._features(taps_RTC[:rows])[None]),
-            torch.tensor([tokens[1 : rows + 1]]),
-            torch.arange(rows)[None],
-            memory,
-        )[:, -1:]
-        found = [self.drafter._logits(hidden_1NC[0])]
+        store, rows = self.runner.store, anchor + 1
+        span = store.open()
+        store.reserve(span, rows + steps)
+        chain = range(-1, rows + steps)
+        packed = pack_parts(tokens[1 : rows + 1], [Part(span, chain[:rows], rows)])
+        features_RF = self.drafter._features(taps_RTC[:rows]).contiguous()
+        hidden_1C = self.runner.run(packed, self.runner.fuse(features_RF))[-1:].clone()
+        store.commit(span, range(rows))
+        found = [self.runner.logits(hidden_1C)]
         for step in range(1, steps):
-            memory = SideBySide([cache], [1], [None])
-            hidden_1NC = self.drafter._run(
-                hidden_1NC,
-                torch.tensor([[tokens[rows + step]]]),
-                torch.tensor([[anchor + step]]),
-                memory,
-            )
-            found.append(self.drafter._logits(hidden_1NC[0]))
+            packed = pack_parts([tokens[rows + step]], [Part(span, chain[:step], 1)])
+            hidden_1C = self.runner.run(packed, hidden_1C).clone()
+            found.append(self.runner.logits(hidden_1C))
+        store.release(span)
         return torch.cat(found)
 
 

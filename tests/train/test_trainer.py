@@ -90,6 +90,11 @@ def test_a_folder_takes_no_other_run(model: LoadedModel, tmp_path: Path) -> None
         run(model, tmp_path / "other")
 
 
+def test_a_loss_that_is_not_finite_ends_the_run(model: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the loss is nan at step \d+; lower lr"):
+        run(model, tmp_path / "run", lr=1e30, warmup=0.0)
+
+
 def test_eight_answers_are_learned_by_heart(model: LoadedModel, tmp_path: Path) -> None:
     learned, held = answers(model, 8), answers(model, 10)[8:]
     tokens = 200 * 8 * len(learned[0].tokens)

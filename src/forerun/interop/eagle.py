@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,17 @@ def read(folder: Path, dtype: torch.dtype | None = torch.float32) -> Eagle1 | Ea
     if kind is None:
         raise CheckpointError(
             f"{folder} is no EAGLE draft: it has neither {HIDDEN_NORM} (EAGLE-3) nor fc.weight "
-            "beside one layer without an input norm (EAGLE-1)"
+            "beside one layer without an input norm (EAGLE-1); forerun inspect says what it is"
         )
     module: Eagle1 | Eagle3
-    with torch.device("meta"):
-        if kind is Eagle3:
-            module = Eagle3(eagle3_settings(config, weights, folder))
-        else:
-            module = Eagle1(eagle1_settings(config, weights, folder))
+    try:
+        with torch.device("meta"):
+            if kind is Eagle3:
+                module = Eagle3(eagle3_settings(config, weights, folder))
+            else:
+                module = Eagle1(eagle1_settings(config, weights, folder))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error}; fetch its own config.json") from None
     _check_vocabulary(weights, module.settings, folder)
     fill(module, weights)
     return module.requires_grad_(False)
@@ -87,10 +90,15 @@ def _renamed(name: str) -> str | None:
 
 
 def _kind(weights: Weights) -> type[Eagle1] | type[Eagle3] | None:
+    """Which network the tensors belong to, even if one of them is missing."""
     if HIDDEN_NORM in weights:
         return Eagle3
-    layer = "fc.weight" in weights and "layers.0.self_attn.q_proj.weight" in weights
-    return Eagle1 if layer and INPUT_NORM not in weights else None
+    if not any(name.startswith("layers.0.") for name in weights.entries):
+        return None
+    fuses = "fc.weight" in weights and "hidden_norm.weight" not in weights  # DFlash has one
+    if INPUT_NORM in weights:
+        return Eagle3 if fuses else None
+    return Eagle1 if fuses or "norm.weight" not in weights else None
 
 
 def _check_vocabulary(weights: Weights, settings: EagleSettings, folder: Path) -> None:
@@ -189,7 +197,8 @@ def _command_line(layout: str, folder: Path, method: str, target: str) -> str:
 
 
 def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
-    """What a folder is, in plain sentences; what looks wrong starts with `! `.
+    """What a folder is, in plain sentences. `! ` stands before what looks wrong, `? ` before what
+    its files leave open.
 
     target: the model it is meant for. Raises `CheckpointError` where it cannot be read.
     """
@@ -198,6 +207,7 @@ def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
     return [
         *_what(module, published),
         *_conventions(module, published),
+        *(f"? {question}" for question in _questions(module.settings, published, target)),
         *(f"! {doubt}" for doubt in _doubts(module, published)),
         *(f"! {misfit}" for misfit in (misfits(module.settings, target) if target else ())),
     ]
@@ -276,19 +286,34 @@ def _conventions(module: Eagle1 | Eagle3, published: Mapping[str, Any]) -> list[
     ]
 
 
+def _questions(
+    settings: EagleSettings, published: Mapping[str, Any], target: TargetInfo | None
+) -> Iterator[str]:
+    """What trying it on a target answers."""
+    base, layer = settings.rope_theta, layer_config(published)
+    if not (layer.get("rope_theta") or layer.get("rope_parameters")):
+        yield "config.json names no rotary base: 10000 is taken, as it is trained with by default"
+    elif base != 10_000 and not is_speculators(published):
+        yield (
+            f"SafeAILab's trainer ignores rope_theta: if it was trained there, 10000 may draft "
+            f"better than {base:g}"
+        )
+    if target and target.rope_base not in (None, base):
+        yield f"its rotary base is {base:g}, that of {target.name} {target.rope_base:g}"
+    if not isinstance(settings, Eagle3Settings):
+        return
+    if not settings.taps:
+        yield "config.json names no layers to read: the usual ones are taken"
+    if settings.norm_output and not is_speculators(published):
+        yield (
+            "norm_output is true: what is fed back has been normalised (EAGLE-3.1); SpecForge "
+            "before August 2026 wrote true for plain EAGLE-3, too: if it drafts badly, set false"
+        )
+
+
 def _doubts(module: Eagle1 | Eagle3, published: Mapping[str, Any]) -> list[str]:
     c = module.settings
-    layer = layer_config(published)
     doubts = []
-    if not (layer.get("rope_theta") or layer.get("rope_parameters")):
-        doubts.append(
-            "config.json names no rotary base: 10000 is taken, as it is trained with by default"
-        )
-    elif c.rope_theta != 10_000 and not is_speculators(published):
-        doubts.append(
-            f"SafeAILab's trainer ignores rope_theta: if it was trained there, 10000 may draft "
-            f"better than {c.rope_theta:g}"
-        )
     if isinstance(c, Eagle3Settings):
         doubts += _eagle3_doubts(c, published)
     if module.embed_tokens is not None and _looks_random(module.embed_tokens.weight):
@@ -316,11 +341,6 @@ def _eagle3_doubts(settings: Eagle3Settings, published: Mapping[str, Any]) -> li
         doubts.append(
             "norm_before_residual is not stated: false is taken, as speculators does; vLLM would "
             "take true"
-        )
-    if settings.norm_output and not is_speculators(published):
-        doubts.append(
-            "norm_output is true: what is fed back has been normalised (EAGLE-3.1); SpecForge "
-            "before August 2026 wrote true for plain EAGLE-3, too: if it drafts badly, set false"
         )
     for flag in ("fc_norm", "norm_before_fc"):
         stated = (published.get("eagle_config") or {}).get(flag, published.get(flag))

@@ -71,15 +71,20 @@ def layer_config(config: Config) -> Config:
 
 
 def eagle1_settings(config: Config, weights: Weights, folder: Path) -> Eagle1Settings:
-    """EAGLE-1 and 2 are flat. Whether fc has a bias, the tensors say."""
+    """EAGLE-1 and 2 are flat. Whether fc has a bias, the tensors say where the config does not."""
     return Eagle1Settings(
         **_layer_numbers(config, weights, folder),
-        fc_bias="fc.bias" in weights,
+        fc_bias=config.get("bias") is True or "fc.bias" in weights,
     )
 
 
 def eagle3_settings(config: Config, weights: Weights, folder: Path) -> Eagle3Settings:
     """Norms that no flag mentions are known by their tensors."""
+    kind = config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise CheckpointError(
+            f"{folder} is a draft of type '{kind}', which is not computed here; take plain EAGLE-3"
+        )
     numbers = _layer_numbers(config, weights, folder)
     target_hidden_size = config.get("target_hidden_size") or numbers["hidden_size"]
     count = _tap_count(weights, target_hidden_size, folder)
@@ -151,7 +156,10 @@ def _tap_count(weights: Weights, target_hidden_size: int, folder: Path) -> int:
 
 
 def _nested(config: Config) -> Config:
-    return config.get("eagle_config") or {}
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise ConfigError("eagle_config is no object")
+    return nested
 
 
 def _taps(config: Config, count: int) -> tuple[int, ...] | None:

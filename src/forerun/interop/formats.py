@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from forerun.errors import CheckpointError, ConfigError
-from forerun.interop import dflash, eagle, medusa
-from forerun.models.target import TargetInfo
+from forerun.interop import dflash, dflash_trial, eagle, eagle_trial, medusa, medusa_trial
+from forerun.interop.trial import Trial, speak
+from forerun.models.heads.dflash import DFlash
+from forerun.models.heads.medusa import MedusaHeads
+from forerun.models.hub import LoadedModel
+from forerun.models.target import TargetInfo, opened
+from forerun.models.weights import folder_weights
 
 # Each has detect, read, describe and export, with the same meaning.
-FAMILIES: dict[str, ModuleType] = {"medusa": medusa, "eagle": eagle, "dflash": dflash}
+# EAGLE comes last: it is told by its tensors, and of those some may be missing.
+FAMILIES: dict[str, ModuleType] = {"medusa": medusa, "dflash": dflash, "eagle": eagle}
+TRIALS: dict[str, ModuleType] = {
+    "medusa": medusa_trial,
+    "eagle": eagle_trial,
+    "dflash": dflash_trial,
+}
 
 
 def family(folder: Path) -> str | None:
@@ -28,12 +41,39 @@ def is_model(folder: Path) -> bool:
 
 
 def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
-    """What a draft is, in plain sentences; what looks wrong starts with `! `.
+    """What a draft is, in plain sentences. `! ` stands before what looks wrong, `? ` before what
+    its files leave open and `attempt` answers.
 
     target: the model it is meant for. Raises `CheckpointError` where it cannot be read.
     """
     sentences: list[str] = _files(folder).describe(folder, target)
     return sentences
+
+
+def attempt(folder: Path, info: TargetInfo, load: Callable[[], LoadedModel]) -> Trial | None:
+    """Try a draft on text of the model that it is meant for; None where it does not fit.
+
+    info: what is known of that model before it is loaded. Raises `ConfigError` where the model lets
+    no draft look inside or says next to nothing, and what `load` raises.
+    """
+    name = family(folder)
+    assert name
+    draft = FAMILIES[name].read(folder, None)
+    if _misfits(draft, folder, info):
+        return None
+    model = load()
+    target = opened(model.target, name)
+    draft = draft.to(device=target.info.device, dtype=target.info.dtype)
+    found: Trial = TRIALS[name].trial(draft, target, speak(model))
+    return found
+
+
+def _misfits(draft: Any, folder: Path, info: TargetInfo) -> list[str]:
+    if isinstance(draft, MedusaHeads):
+        return medusa.misfits(draft.config, folder, info)
+    if isinstance(draft, DFlash):
+        return dflash.misfits(draft.config, info)
+    return eagle.misfits(draft.settings, info)
 
 
 def export(layout: str, folder: Path, out: Path, target: str | None = None) -> str:
@@ -57,6 +97,8 @@ def export(layout: str, folder: Path, out: Path, target: str | None = None) -> s
 def _files(folder: Path) -> ModuleType:
     name = family(folder)
     if name is None:
+        if (folder / "config.json").exists():
+            folder_weights(folder, None)  # says what is wrong with files that cannot be read
         raise CheckpointError(
             f"{folder} holds no draft of a known family ({', '.join(FAMILIES)}); "
             "give the folder with its config.json and weights"

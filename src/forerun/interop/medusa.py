@@ -29,7 +29,7 @@ from forerun.models.gguf_file import GGUFFile
 from forerun.models.heads.medusa import MedusaConfig, MedusaHeads
 from forerun.models.hub import locate, read_config
 from forerun.models.target import TargetInfo
-from forerun.models.weights import NAMES, Weights, folder_weights, gguf_weights
+from forerun.models.weights import BESIDE, NAMES, Weights, folder_weights, gguf_weights
 
 LAYOUTS = ("vllm", "medusa", "medusa2")
 OTHERS = {
@@ -38,8 +38,9 @@ OTHERS = {
     "speculators": "the speculators format knows no Medusa heads",
     "specforge": "SpecForge knows no Medusa heads",
 }
+# vLLM 0.32 forgets that it has read token_map, and stops because of it unless told not to look.
+UNTRACKED = """--model-loader-extra-config '{"enable_weights_track": false}'"""
 PICKLED, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
-BESIDE = "medusa_head."  # before the names of heads that lie beside their model
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -277,7 +278,8 @@ def _write_vllm(module: MedusaHeads, folder: Path, target: str | None) -> str:
         "num_speculative_tokens": config.heads,
     }
     model = target or config.base_model or "TARGET"
-    return f"vllm serve {model} --speculative-config '{json.dumps(options)}'"
+    line = f"vllm serve {model} --speculative-config '{json.dumps(options)}'"
+    return f"{line} {UNTRACKED}" if config.draft_vocab_size else line
 
 
 def _write_medusa(module: MedusaHeads, folder: Path, target: str | None) -> str:
@@ -466,8 +468,12 @@ def _doubts(found: _Found, module: MedusaHeads) -> Iterator[str]:
             yield f"config.json says {name} {said}, the tensors say {number}, which is used"
     if found.layout == "vllm" and config.bias and not published.get("medusa_fc_bias"):
         yield "biases are stored but medusa_fc_bias is not set, so vLLM leaves them out"
+    if found.layout == "vllm" and config.output == "target":
+        yield "no output matrix is stored: vLLM needs one; export it again as vllm"
     if config.draft_vocab_size and config.output == "each":
         yield "vLLM 0.32 cannot load a reduced matrix per head; there they must share one"
+    elif config.draft_vocab_size:
+        yield f"vLLM 0.32 loads a reduced vocabulary only with {UNTRACKED}"
     if not config.bias:
         yield "there are no biases: heads that were trained with them have lost some acceptance"
     if config.layers and not any(weight.any() for weight in module.blocks.parameters()):

@@ -110,13 +110,15 @@ class Compiled:
         return out_NO[:, : matrix.outputs].contiguous()
 
     def norm(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
+        rows, size = x_NC.shape
         out_NC = torch.empty_like(x_NC)
         self.lib.norm(
             x_NC.data_ptr(),
             weight_C.data_ptr(),
             self.config.norm_eps,
             out_NC.data_ptr(),
-            *x_NC.shape,
+            rows,
+            size,
             self.bf16,
         )
         return out_NC

@@ -62,6 +62,7 @@ class Decoder:
             device=device,
             row_invariant=found.rows,
             tree_invariant=found.trees,
+            rope_base=config.rope_theta,
         )
 
     def new_store(self, slots: int) -> KVStore:

@@ -66,6 +66,7 @@ def target_info(model: str) -> TargetInfo:
         device=torch.device("cpu"),
         row_invariant=False,
         tree_invariant=False,
+        rope_base=facts["rotary_base"],
     )
 
 
@@ -84,6 +85,7 @@ def _gguf(path: Path) -> Facts:
         "hidden_size": file.metadata.get(f"{name}.embedding_length"),
         "vocab_size": len(file.metadata.get("tokenizer.ggml.tokens", ())),
         "context": length,
+        "rotary_base": _rotary_base(lambda: gguf_config(file)),
         "parameters": sizes.total(),
         "dtype": ", ".join(kind for kind, _ in sizes.most_common()),
         **_tokenizer_facts(lambda: gguf_tokenizer(file)),
@@ -100,6 +102,9 @@ def _folder(path: Path) -> Facts:
         "architecture": name,
         "runs_with": _runs_with(published, name),
         **{fact: _first(config, names) for fact, names in _NAMES.items()},
+        "rotary_base": _rotary_base(lambda: decoder_config(published))
+        if name in ARCHITECTURES
+        else config.get("rope_theta"),
         "parameters": sum(map(prod, shapes)),
         "dtype": config.get("dtype") or config.get("torch_dtype"),
         **_tokenizer_facts(lambda: folder_tokenizer(path)),
@@ -112,6 +117,13 @@ def _decoder_or_reason(read: Callable[[], DecoderConfig]) -> str:
     except ModelError as error:
         return f"nothing: {error}"
     return OURS
+
+
+def _rotary_base(read: Callable[[], DecoderConfig]) -> float | None:
+    try:
+        return read().rope_theta
+    except ModelError:
+        return None
 
 
 def _runs_with(published: Mapping[str, Any], kind: str | None) -> str:

@@ -24,15 +24,14 @@ from forerun.models.configs import ARCHITECTURES, decoder_config, gguf_config, t
 from forerun.models.decoder import Decoder
 from forerun.models.foreign import read_json, reason
 from forerun.models.gguf_file import GGUFFile
-from forerun.models.target import Target
+from forerun.models.target import OpenTarget, Target
 from forerun.models.tokenizer import Tokenizer, folder_tokenizer, gguf_tokenizer
-from forerun.models.weights import Weights, folder_weights, gguf_weights
+from forerun.models.weights import BESIDE, Weights, folder_weights, gguf_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 END_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")  # in the vocabularies of chat models
 HUB_FILES = ["*.json", "*.jinja", "tokenizer.model"]
-_MEDUSA = "medusa_head."  # heads in the folder of the model that they were trained with
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal")
 
 
@@ -135,10 +134,11 @@ def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device
 
         target = TransformersTarget.load(path, dtype, device, name)
     if "medusa_num_heads" in config:
+        use = f"medusa:{name} drafts for it, and for no other model"
+        if not isinstance(target, OpenTarget):
+            use = "they cannot draft here, because it runs through transformers"
         print(
-            f"{name} was trained together with the Medusa heads beside it: "
-            f"medusa:{name} drafts for it, and for no other model",
-            file=sys.stderr,
+            f"{name} was trained together with the Medusa heads beside it: {use}", file=sys.stderr
         )
     return LoadedModel(
         name, target, tokenizer, _stop_ids(_published_stops(path, config), tokenizer)
@@ -157,7 +157,7 @@ def _renaming(config: Mapping[str, Any], tied: bool) -> Callable[[str], str | No
     """Published tensor names -> those of a plain language model; None for what is not loaded."""
 
     def rename(name: str) -> str | None:
-        if name.startswith(_MEDUSA):
+        if name.startswith(BESIDE):
             return None
         if tied and name.endswith("lm_head.weight"):
             return None  # some checkpoints store the embedding twice

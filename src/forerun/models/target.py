@@ -59,6 +59,7 @@ class TargetInfo:
     device: torch.device
     row_invariant: bool  # chains and any batch give bitwise the logits of single steps
     tree_invariant: bool  # trees do, too
+    rope_base: float | None = None  # of its rotary positions; None: not known, or it has none
 
 
 class Target(Protocol):

@@ -26,7 +26,7 @@ from forerun.models.cache import KVStore
 from forerun.models.foreign import reason
 from forerun.models.probe import check_target, kv_shape
 from forerun.models.target import Forward, Segment, TargetInfo
-from forerun.models.weights import IGNORED, folder_weights
+from forerun.models.weights import BESIDE, IGNORED, folder_weights
 
 UNLIMITED = 1 << 20  # positions, where a config names no limit
 
@@ -87,7 +87,8 @@ class TransformersTarget:
                 f"{folder} lacks the tensor '{sorted(wrong)[0]}' in the shape that its config asks "
                 "for; use the config.json that belongs to these weights"
             )
-        left = sorted(key for key in found["unexpected_keys"] if not IGNORED.search(key))
+        unused = [key for key in found["unexpected_keys"] if not key.startswith(BESIDE)]
+        left = sorted(key for key in unused if not IGNORED.search(key))
         if left:
             raise CheckpointError(
                 f"{folder} has tensors that this architecture does not use, such as '{left[0]}'; "

@@ -24,6 +24,9 @@ from forerun.models.gguf_file import GGUFFile
 # Buffers that old versions of transformers saved and that are computed, not loaded.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 
+# Before the names of Medusa heads in the folder of the model that they were trained with.
+BESIDE = "medusa_head."
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -113,7 +113,7 @@ class Capture:
             supervised_BR.to(info.device),
             torch.tensor(lengths, device=info.device),
             states_BRLC[:, :, :-1],
-            self._target.final_norm(states_BRLC[:, :, -1]),
+            self._target.final_norm(states_BRLC[:, :, -1].flatten(0, 1)).unflatten(0, shape),
         )
 
     def _find(self, examples: Sequence[Example]) -> Iterator[Tensor]:

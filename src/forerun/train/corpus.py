@@ -36,7 +36,8 @@ from forerun.train.examples import Example
 SIZE = 8_000_000  # bytes
 ORDER = 4  # tokens of the longest contexts
 FOLLOWERS = 16  # kept of each context
-UNLIKELY = 0.002  # followers below this are not kept
+UNLIKELY = 0.005  # followers below this are not kept
+USUAL = (0.0, 0.5, 1.0, 1.5)  # discounts of counts
 SIGHTINGS = 2  # contexts that were seen less often are not kept
 HEADER_BYTES = 2048  # of the file, before its tables
 CONTEXT_BYTES = 12  # without its followers
@@ -82,7 +83,10 @@ def build(
         there_P = before_P >= n
         keys_P, tokens = keys_OP[n][there_P], tokens_P[there_P]
         pairs = _count(keys_P, tokens, keys_OP[n + 1][there_P] if n < order else None)
-        levels.append(_level(contexts[n].kept(seldom), pairs, levels[-1] if levels else None))
+        kept = contexts[n].kept(seldom)
+        if not len(kept.keys_C):
+            break  # nor will there be longer ones
+        levels.append(_level(kept, pairs, levels[-1] if levels else None))
     return _packed(levels, size, token_type(vocab_size))
 
 
@@ -228,15 +232,16 @@ def _ranges(begins_C: Ints, sizes_C: Ints) -> Ints:
 
 
 def _discounts(counts_N: Ints) -> Reals:
-    """D(c) for c = 0, 1, 2 and more, estimated from how many pairs have a count of 1, 2, 3 and 4;
-    kept between a tenth and nine tenths of c, where the data are few."""
-    times = np.bincount(np.minimum(counts_N, 5), minlength=6).astype(np.float64)
-    share = times[1] / max(1.0, times[1] + 2 * times[2])
-    found = [0.0]
-    for c in (1, 2, 3):
-        ratio = times[c + 1] / times[c] if times[c] else 1.0
-        found.append(min(max(c - (c + 1) * share * ratio, 0.1 * c), 0.9 * c))
-    return np.array(found)
+    """D(c) for c = 0, 1, 2 and more, estimated from how many pairs have a count of 1, 2, 3 and 4.
+
+    `USUAL` where the data are too few or too regular for that.
+    """
+    n1, n2, n3, n4 = np.bincount(np.minimum(counts_N, 5), minlength=6)[1:5].tolist()
+    if not min(n1, n2, n3, n4):
+        return np.array(USUAL)
+    share = n1 / (n1 + 2 * n2)
+    found = [0, 1 - 2 * share * n2 / n1, 2 - 3 * share * n3 / n2, 3 - 4 * share * n4 / n3]
+    return np.array(found if min(found[1:]) > 0 else USUAL)
 
 
 def _packed(levels: Sequence[_Level], size: int, kind: type[np.unsignedinteger[Any]]) -> Tables:

@@ -7,6 +7,7 @@ was killed goes on as if nothing had happened. It runs in one process, or in sev
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,11 @@ class Trainer:
         window = _Window()
         while progress.step < progress.steps:
             loss = self._step(progress.step, progress.steps)
+            if not math.isfinite(loss.mean):
+                raise ConfigError(
+                    f"the loss is {loss.mean} at step {progress.step}; lower lr in the recipe and "
+                    f"train anew: {self.folder.path} holds the draft as it was last saved"
+                )
             window.add(loss)
             progress.curve.append(loss.mean)
             progress.step += 1

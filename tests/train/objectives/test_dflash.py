@@ -201,13 +201,14 @@ def engine_difference(
         taps_RTE = taps_of(target, tokens[:upto], drafter.taps)[begin:]
         drafter.observe([asked], [Verdict((), tokens[upto])], [taps_RTE])
     state = drafter._contexts[asked.id]
+    assert drafter._has_room(asked, state)
     drafter._settle([state])
     drafted_DU = drafter._block([asked], [state])[0]
     batch = capture(trained, Example(tokens, [True] * len(tokens), ""))
     others = [3, anchor, 12]  # blocks beside it change nothing
     hidden_DC = trained.slots(batch, torch.tensor([others]))[0, 1].detach()
     trained_DU = trained.network.logits(hidden_DC, trained.target.head_logits)
-    ids_U = drafter._ids_U
+    ids_U = drafter._runner.ids_U
     kept = trained.vocabulary.ids_U
     assert torch.equal(kept, torch.arange(VOCAB) if ids_U is None else ids_U)
     return (drafted_DU - trained_DU).abs().max().item()

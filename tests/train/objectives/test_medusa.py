@@ -204,10 +204,10 @@ def test_the_engine_drafts_from_the_logits_of_training(
         asked.span.length = cached
         taps_RTC = taps_of(target, tokens[:cached], drafter.taps)
         drafter.observe([asked], [Verdict((), tokens[cached])], [taps_RTC])
-        logits_KU = drafter._logits([asked.id], 4)[0]
+        logits_KU = drafter._runner.logits(drafter._taps[asked.id][-1], 4)[0]
         torch.testing.assert_close(logits_KU, expected_NKU[cached - 1], rtol=0, atol=1e-4)
         other_KU = expected_NKU[cached]
         assert (logits_KU - other_KU).abs().max() > 0.1, "blind to the row"
         drafter.release(asked)
-    ids = drafter._heads.token_map
+    ids = drafter._runner.ids_U
     assert torch.equal(ids_U, ids if ids is not None else torch.arange(VOCAB))
