@@ -8,6 +8,7 @@ cut off otherwise, and the engines differ in whether they count it.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
@@ -164,18 +165,17 @@ def vllm_answers(
     prompts: Sequence[Tokens],
     stop_ids: frozenset[int],
     scratch: Path,
-    family: str | None = None,
-    draft: Path | None = None,
+    line: str | None = None,
 ) -> list[Answer]:
-    """family, draft: None decodes plainly. Raises `CalledProcessError` where vLLM cannot run it."""
-    speculation = {"method": family, "model": str(draft), "num_speculative_tokens": K}
+    """line: the command line with the options of a draft, as `forerun export` prints it; its drafts
+    are cut to K tokens. None decodes plainly. Raises `CalledProcessError` where vLLM cannot run it.
+    """
     job = {
-        "model": str(target),
-        "speculative_config": speculation if family else None,
+        "options": {"model": str(target), **(_options(line) if line else {})},
         "prompts": prompts,
         "max_tokens": WRITTEN,
     }
-    asked, answered = (scratch / f"{family or 'plain'}-{name}.json" for name in ("job", "answers"))
+    asked, answered = scratch / "job.json", scratch / "answers.json"
     asked.write_text(json.dumps(job), encoding="utf-8")
     vllm = ENGINES["vllm"]
     worker = Path(__file__).with_name("worker.py")
@@ -186,9 +186,18 @@ def vllm_answers(
         Answer(tokens, _rounds(counts), _end(tokens, stop_ids))
         for tokens, counts in zip(report["outputs"], report["counts"], strict=True)
     ]
-    if family:
+    if line:
         _check_counters(answers, report["metrics"])
     return answers
+
+
+def _options(line: str) -> dict[str, Any]:
+    """What a `vllm serve MODEL --option JSON ...` sets, as vLLM's Python interface takes it."""
+    _, _, _, *words = shlex.split(line)
+    names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+    options = dict(zip(names, map(json.loads, words[1::2]), strict=True))
+    options["speculative_config"]["num_speculative_tokens"] = K
+    return options
 
 
 def _rounds(counts: Sequence[int]) -> list[Round]:

@@ -109,8 +109,8 @@ def compared(
     draft = BUILD / family
     shutil.rmtree(draft, ignore_errors=True)
     command = ["export", "vllm", str(source), str(draft), "--target", str(target)]
-    subprocess.run([sys.executable, "-m", "forerun", *command], check=True)
-    vllm = vllm_answers(target, prompts, model.stop_ids, BUILD, family, draft)
+    line = subprocess.check_output([sys.executable, "-m", "forerun", *command], text=True)
+    vllm = vllm_answers(target, prompts, model.stop_ids, BUILD, line)
     written = [answer.tokens for answer in vllm]
     comparison = Comparison(
         family,

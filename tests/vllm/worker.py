@@ -1,7 +1,7 @@
 """Runs a model, perhaps with a draft, in vLLM. For the interpreter of vLLM's own environment.
 
-argv[1]   job: {"model": DIR, "speculative_config": {...} or null, "prompts": [[id, ...], ...],
-          "max_tokens": n}
+argv[1]   job: {"options": {"model": DIR, "speculative_config": {...}, ...},
+          "prompts": [[id, ...], ...], "max_tokens": n}
 argv[2]   where the answer goes: {"outputs": [[id, ...], ...], "counts": [[n, ...], ...],
           "metrics": {name: count}}
 
@@ -22,14 +22,13 @@ from vllm.inputs import TokensPrompt
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(
-        job["model"],
+        **job["options"],
         dtype="bfloat16",
         max_model_len=1024,
         max_num_seqs=8,
         enable_prefix_caching=False,
         enforce_eager=True,  # compiling takes longer than these few prompts
         disable_log_stats=False,  # they hold the counters
-        speculative_config=job["speculative_config"],
     )
     params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
     engine, prompts = llm.llm_engine, job["prompts"]
