@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from forerun.core import SamplingParams
+from forerun.engine import engine
+from forerun.engine.costs import Costs
 from forerun.engine.llm import LLM
 from forerun.errors import ConfigError
 from forerun.models.hub import LoadedModel
@@ -111,7 +113,11 @@ def test_eight_answers_are_learned_by_heart(model: LoadedModel, tmp_path: Path) 
     assert output.stats.acceptance_length > 3
 
 
-def test_what_it_prints_is_what_bench_measures(model: LoadedModel, tmp_path: Path) -> None:
+def test_what_it_prints_is_what_bench_measures(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Passes that cost so much that the time to draft is nothing: both make the same plans.
+    monkeypatch.setattr(engine, "measure", lambda *_: Costs({1: 8.0, 8: 9.0, 32: 25.0}))
     texts = ["Hello", "What is a fox?", "Two and two", "Name a river"]
     messages = [[{"role": "user", "content": content}] for content in texts]
     held = []
