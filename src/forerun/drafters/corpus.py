@@ -6,21 +6,20 @@ request (`counts.py`), which is trusted the more, the longer the ending that it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
-from torch import Tensor
 
 from forerun import sampling
 from forerun.config import Settings
-from forerun.core import Draft, Request, Verdict
+from forerun.core import Draft, Request
 from forerun.drafters import corpus_file
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.calibration import Calibration
+from forerun.drafters.base import DraftContext
 from forerun.drafters.corpus_file import Header, fingerprint
 from forerun.drafters.counts import Matches, Trie, mixture
+from forerun.drafters.lookup import Lookup
 from forerun.drafters.tree import best_first
 from forerun.errors import ConfigError
 
@@ -56,7 +55,7 @@ class _State(NamedTuple):
     position: int
 
 
-class CorpusDrafter(Drafter):
+class CorpusDrafter(Lookup):
     """Proposes the most probable paths. State: the counts of each request."""
 
     name = "corpus"
@@ -66,25 +65,16 @@ class CorpusDrafter(Drafter):
     makes_trees = True
 
     def __init__(self, options: CorpusOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
         self._options = options
         self._corpus = corpus_file.read(Path(options.file).expanduser())
         _check(self._corpus.header, options.file, context)
         self._couples = not context.independent_noise
         self._tries: dict[int, Trie] = {}
-        self._calibration = Calibration()
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(*each) for each in zip(requests, budgets, strict=True)]
-
-    def observe(
-        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
-    ) -> None:
-        for request in requests:
-            self._calibration.settle(request)
 
     def release(self, request: Request) -> None:
         self._tries.pop(request.id, None)
-        self._calibration.forget(request)
+        super().release(request)
 
     def _propose(self, request: Request, budget: int) -> Draft:
         nodes = min(budget, self._options.nodes)

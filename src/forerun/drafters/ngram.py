@@ -5,16 +5,14 @@ Prompt lookup (Saxena 2023; LLMA, Yang et al. 2023), with an index that costs O(
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from forerun.config import Settings
-from forerun.core import Draft, Request, Verdict
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.calibration import Calibration
+from forerun.core import Draft, Request
+from forerun.drafters.base import DraftContext
+from forerun.drafters.lookup import Lookup
 from forerun.drafters.tree import chain
 
 LONGEST = 32  # a longer match is no better evidence
@@ -68,7 +66,7 @@ class _Index:
         return None
 
 
-class Ngram(Drafter):
+class Ngram(Lookup):
     """Proposes a chain: the continuation of the longest and latest match."""
 
     name = "ngram"
@@ -76,22 +74,13 @@ class Ngram(Drafter):
     example = "ngram"
 
     def __init__(self, options: NgramOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
         self._options = options
         self._indexes: dict[int, _Index] = {}
-        self._calibration = Calibration()
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(*each) for each in zip(requests, budgets, strict=True)]
-
-    def observe(
-        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
-    ) -> None:
-        for request in requests:
-            self._calibration.settle(request)
 
     def release(self, request: Request) -> None:
         self._indexes.pop(request.id, None)
-        self._calibration.forget(request)
+        super().release(request)
 
     def _propose(self, request: Request, budget: int) -> Draft:
         nodes = min(budget, self._options.k, request.remaining - 1)

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
-from torch import Tensor
 
 from forerun.config import Settings
-from forerun.core import Draft, Request, Verdict
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.calibration import Calibration
+from forerun.core import Draft, Request
+from forerun.drafters.base import DraftContext
 from forerun.drafters.counts import END, Matches, Trie, mixture
+from forerun.drafters.lookup import Lookup
 from forerun.drafters.tree import best_first
 
 # Sightings that one sighting counts for: those in the request itself tell more.
@@ -40,7 +39,7 @@ class SuffixOptions(Settings):
     shared: Annotated[int, Field(ge=0)] = 0
 
 
-class Suffix(Drafter):
+class Suffix(Lookup):
     """Proposes the most probable paths. State: the counts of each request, and of past outputs."""
 
     name = "suffix"
@@ -49,23 +48,14 @@ class Suffix(Drafter):
     makes_trees = True
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
+        super().__init__(options, context)
         self._options = options
         self._tries: dict[int, Trie] = {}
         self._past = _Past(options) if options.shared else None
-        self._calibration = Calibration()
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        return [self._propose(*each) for each in zip(requests, budgets, strict=True)]
-
-    def observe(
-        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
-    ) -> None:
-        for request in requests:
-            self._calibration.settle(request)
 
     def release(self, request: Request) -> None:
         self._tries.pop(request.id, None)
-        self._calibration.forget(request)
+        super().release(request)
         if self._past and request.finish_reason:  # else it will be back, with the same output
             self._past.add(request.output)
 
