@@ -12,7 +12,7 @@ from forerun.drafters import corpus_file
 from forerun.drafters.corpus_file import EMPTY, Corpus, Header, extend, extend_all
 from forerun.errors import ConfigError
 from forerun.train import corpus
-from forerun.train.examples import Example
+from forerun.train.examples import Example, data_hash
 from tiny_corpus import example
 
 VOCAB, ORDER = 4, 3
@@ -145,4 +145,4 @@ def test_the_hash_of_the_data_tells_examples_apart() -> None:
         [example([1, 3], 1)],
         [example([1]), example([2])],
     ]
-    assert len({corpus.data_hash(examples) for examples in given}) == len(given)
+    assert len({data_hash(examples) for examples in given}) == len(given)

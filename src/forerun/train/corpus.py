@@ -10,7 +10,6 @@ P positions that are counted, N pairs of a context and a follower, C contexts.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from forerun.drafters.corpus_file import (
 )
 from forerun.errors import ConfigError
 from forerun.models.hub import LoadedModel
-from forerun.train.examples import Example
+from forerun.train.examples import Example, data_hash
 
 SIZE = 8_000_000  # bytes
 ORDER = 4  # tokens of the longest contexts
@@ -88,15 +87,6 @@ def build(
             break  # nor will there be longer ones
         levels.append(_level(kept, pairs, levels[-1] if levels else None))
     return _packed(levels, size, token_type(vocab_size))
-
-
-def data_hash(examples: Sequence[Example]) -> str:
-    """Changes with any token of the examples, and with what is supervised."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(np.array(example.tokens, np.int64).tobytes() + b"|")
-        digest.update(np.array(example.supervised, np.bool_).tobytes() + b"|")
-    return digest.hexdigest()[:16]
 
 
 def _positions(examples: Sequence[Example], order: int) -> tuple[Ints, Ints, list[Keys]]:

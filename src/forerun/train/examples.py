@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,11 @@ def _ended(record: dict[str, Any], turns: int) -> list[bool]:
     if not isinstance(finish, list) or len(finish) != turns:
         raise ConfigError(f"'finish' must name one reason for each of {turns} assistant turns")
     return [reason != "length" for reason in finish]
+
+
+def data_hash(examples: Iterable[Example]) -> str:
+    """Changes with any token, mask or order."""
+    found = hashlib.sha256()
+    for example in examples:
+        found.update(json.dumps([example.tokens, example.supervised]).encode())
+    return found.hexdigest()[:16]

@@ -10,10 +10,9 @@ Files are replaced as a whole, so that a kill leaves the old or the new ones.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 
 from forerun.errors import ConfigError
-from forerun.train.examples import Example
 from forerun.train.recipe import Recipe
 
 STATE, RECIPE, PROVENANCE = "training/state.pt", "training/recipe.toml", "training.json"
@@ -114,14 +112,6 @@ class Folder:
             draft(Path(scratch))
             for file in sorted(Path(scratch).iterdir()):
                 file.replace(self.path / file.name)
-
-
-def data_hash(examples: Iterable[Example]) -> str:
-    """Changes with any token, mask or order."""
-    found = hashlib.sha256()
-    for example in examples:
-        found.update(json.dumps([example.tokens, example.supervised]).encode())
-    return found.hexdigest()[:16]
 
 
 def _plain(progress: Progress) -> dict[str, Any]:

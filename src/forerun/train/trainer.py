@@ -28,11 +28,11 @@ from forerun.models.hub import DTYPES, LoadedModel, multiplies_bf16
 from forerun.train import vocabulary
 from forerun.train.capture import Capture, States
 from forerun.train.evaluate import Trial, evaluate, questions
-from forerun.train.examples import Example, load, split
+from forerun.train.examples import Example, data_hash, load, split
 from forerun.train.objectives import OBJECTIVES, Loss, Objective
 from forerun.train.processes import Processes
 from forerun.train.recipe import Recipe, find
-from forerun.train.state import Folder, Progress, data_hash
+from forerun.train.state import Folder, Progress
 from forerun.tune.meta import machine, versions
 
 MEASURED = 6  # steps whose speed decides how many there will be; the first is not counted

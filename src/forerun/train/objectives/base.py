@@ -17,6 +17,7 @@ from forerun.config import Settings
 from forerun.models.hub import LoadedModel
 from forerun.models.target import OpenTarget, opened
 from forerun.train.capture import Batch
+from forerun.train.losses import Head
 from forerun.train.vocabulary import Vocabulary
 
 
@@ -42,7 +43,8 @@ class Objective(ABC):
     they are told otherwise. taps: boundaries of the target that it
     reads. network: float32; what requires a gradient is trained. It starts from the target where
     that helps.
-    vocabulary: the tokens that it may propose. generator: for what starts at random.
+    vocabulary: the tokens that it may propose; _teacher_head: the target's rows of them, frozen;
+    _known_V: their draft ids, -1 elsewhere. generator: for what starts at random.
     """
 
     name: ClassVar[str]
@@ -61,6 +63,9 @@ class Objective(ABC):
         self.model = model
         self.target: OpenTarget = opened(model.target, self.name)
         self.vocabulary = vocabulary
+        device = self.target.info.device
+        self._teacher_head = Head(head_rows(self.target, vocabulary.ids_U.to(device)))
+        self._known_V = vocabulary.lookup().to(device)
 
     @abstractmethod
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:

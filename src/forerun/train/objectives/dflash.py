@@ -31,8 +31,8 @@ from forerun.models.heads.layers import Size
 from forerun.models.hub import LoadedModel
 from forerun.models.tokenizer import Tokenizer
 from forerun.train.capture import Batch
-from forerun.train.losses import Head, RowLosses, hard_cross_entropy, soft_cross_entropy
-from forerun.train.objectives.base import Loss, Objective, compute_dtype, head_rows
+from forerun.train.losses import RowLosses, hard_cross_entropy, soft_cross_entropy
+from forerun.train.objectives.base import Loss, Objective, compute_dtype
 from forerun.train.objectives.blocks import Blocks, dpace, draw_anchors, taught
 from forerun.train.source import Source, source
 from forerun.train.vocabulary import Vocabulary
@@ -88,12 +88,9 @@ class DFlashObjective(Objective):
         self._config = draft_config(settings, begin.numbers, vocabulary, mask_token)
         self.taps = self._config.taps
         device = self.target.info.device
-        rows_UC = head_rows(self.target, vocabulary.ids_U.to(device))
-        self._head = Head(rows_UC)
-        self._known_V = vocabulary.lookup().to(device)
         self.network: DFlash = start(self._config, begin, generator).to(device)
         if vocabulary.reduced:
-            self.network.lm_head.weight.requires_grad_(False).copy_(rows_UC)
+            self.network.lm_head.weight.requires_grad_(False).copy_(self._teacher_head.weight_UC)
             self.network.d2t = vocabulary.d2t_U.to(device)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
@@ -102,7 +99,7 @@ class DFlashObjective(Objective):
         anchors_BA, used_BA = draw_anchors(batch, s.anchors, s.anchor_first, generator)
         row_BAD, taught_BAD = taught(batch, anchors_BA, drafts)
         taught_BAD &= used_BA[..., None]
-        hidden_NC = self.slots(batch, anchors_BA)[taught_BAD].to(self._head.weight_UC.dtype)
+        hidden_NC = self.slots(batch, anchors_BA)[taught_BAD].to(self._teacher_head.weight_UC.dtype)
         sequence_N, _, slot_N = taught_BAD.nonzero(as_tuple=True)
         row_N = row_BAD[taught_BAD]
         labels_N = self._known_V[batch.tokens_BR[sequence_N, row_N]]
@@ -168,9 +165,11 @@ class DFlashObjective(Objective):
         if self._s.labels == "soft":
             even_1N = torch.ones(1, len(labels_N), device=labels_N.device)
             return soft_cross_entropy(
-                states_1NC, self._head, teacher_NC, self._head, even_1N, labels_N
+                states_1NC, self._teacher_head, teacher_NC, self._teacher_head, even_1N, labels_N
             )
-        return hard_cross_entropy(states_1NC, self._head, (labels_N >= 0)[None].float(), labels_N)
+        return hard_cross_entropy(
+            states_1NC, self._teacher_head, (labels_N >= 0)[None].float(), labels_N
+        )
 
     def _weights(self, right_N: Tensor, taught_BAD: Tensor) -> Tensor:
         """Of the taught slots, [N]. right_N: how likely they are right."""

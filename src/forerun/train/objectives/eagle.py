@@ -32,7 +32,7 @@ from forerun.models.heads.layers import Size
 from forerun.models.hub import LoadedModel
 from forerun.train.capture import Batch
 from forerun.train.losses import Head, soft_cross_entropy
-from forerun.train.objectives.base import Loss, Objective, compute_dtype, head_rows, no_loss
+from forerun.train.objectives.base import Loss, Objective, compute_dtype, no_loss
 from forerun.train.objectives.unroll import Plan, Unrolled
 from forerun.train.source import Source, source
 from forerun.train.vocabulary import Vocabulary
@@ -86,13 +86,10 @@ class Eagle3Objective(Objective):
         assert self.network.settings.taps
         self.taps = self.network.settings.taps
         device = model.target.info.device
-        rows_UC = head_rows(self.target, vocabulary.ids_U.to(device))
-        _start(self.network, start, rows_UC, vocabulary, generator)
+        _start(self.network, start, self._teacher_head.weight_UC, vocabulary, generator)
         self.network.to(device)
         assert self.network.lm_head is not None
         self.network.lm_head.weight.requires_grad_(settings.train_head)
-        self._target_head = Head(rows_UC)
-        self._draft_ids_V = vocabulary.lookup().to(device)
         steps_S = torch.arange(settings.unroll, device=device)
         self._step_weights_S1 = (settings.step_weight**steps_S)[:, None]
 
@@ -105,7 +102,7 @@ class Eagle3Objective(Objective):
         aligned = [states_MC.roll(s, 0) for s, states_MC in enumerate(self.unrolled(batch, plan))]
         states_SMC = torch.stack(aligned)
         made_SM = torch.stack([anchors.run_on(s) for s in range(len(aligned))])
-        labels_M = self._draft_ids_V[anchors.tokens(batch, 2)]
+        labels_M = self._known_V[anchors.tokens(batch, 2)]
         learned_SM = made_SM & (labels_M >= 0)
         count = made_SM[0].sum()
         found = soft_cross_entropy(
@@ -159,9 +156,9 @@ class Eagle3Objective(Objective):
         return Head(self.network.lm_head.weight.to(dtype))
 
     def _teacher(self, dtype: torch.dtype) -> Head:
-        if self._target_head.weight_UC.dtype is not dtype:
-            self._target_head = Head(self._target_head.weight_UC.to(dtype))
-        return self._target_head
+        if self._teacher_head.weight_UC.dtype is not dtype:
+            self._teacher_head = Head(self._teacher_head.weight_UC.to(dtype))
+        return self._teacher_head
 
 
 def _settings(options: EagleOptions, start: Source, vocabulary: Vocabulary) -> Eagle3Settings:

@@ -29,8 +29,8 @@ from forerun.models.heads.layers import Size
 from forerun.models.heads.medusa import MedusaConfig, MedusaHeads
 from forerun.models.hub import LoadedModel
 from forerun.train.capture import Batch
-from forerun.train.losses import Head, hard_cross_entropy, soft_cross_entropy
-from forerun.train.objectives.base import Loss, Objective, compute_dtype, head_rows
+from forerun.train.losses import hard_cross_entropy, soft_cross_entropy
+from forerun.train.objectives.base import Loss, Objective, compute_dtype
 from forerun.train.vocabulary import Vocabulary
 
 
@@ -65,10 +65,6 @@ class Medusa1(Objective):
         assert isinstance(settings, MedusaSettings)
         self._s = settings
         info = self.target.info
-        ids_U = vocabulary.ids_U.to(info.device)
-        rows_UC = head_rows(self.target, ids_U)
-        self._head = Head(rows_UC)
-        self._known_V = vocabulary.lookup().to(info.device)
         self._config = MedusaConfig(
             hidden_size=info.hidden_size,
             heads=settings.heads,
@@ -79,9 +75,11 @@ class Medusa1(Objective):
             base_model=model.name,
         )
         heads = MedusaHeads(self._config).to(info.device)
-        heads.get_parameter("lm_heads.0.weight").requires_grad_(False).copy_(rows_UC)
+        heads.get_parameter("lm_heads.0.weight").requires_grad_(False).copy_(
+            self._teacher_head.weight_UC
+        )
         if vocabulary.reduced:
-            heads.token_map = ids_U
+            heads.token_map = vocabulary.ids_U.to(info.device)
         self.network: MedusaHeads = heads
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
@@ -96,16 +94,16 @@ class Medusa1(Objective):
                 block(final_BRC[sequence_N, read_N])
                 for block, read_N in zip(self.network.blocks, read_SN, strict=True)
             ]
-        ).to(self._head.weight_UC.dtype)
+        ).to(self._teacher_head.weight_UC.dtype)
         labels_N = self._known_V[batch.tokens_BR[sequence_N, row_N + 1]]
         learned_SN = valid_SN & (labels_N >= 0) if self._s.labels == "hard" else valid_SN
         weights_SN = self._s.decay ** (reach_S1 - 1) * learned_SN
         if self._s.labels == "hard":
-            rows = hard_cross_entropy(states_SNC, self._head, weights_SN, labels_N)
+            rows = hard_cross_entropy(states_SNC, self._teacher_head, weights_SN, labels_N)
         else:
             teacher_NC = batch.final_BRC[sequence_N, row_N]
             rows = soft_cross_entropy(
-                states_SNC, self._head, teacher_NC, self._head, weights_SN, labels_N
+                states_SNC, self._teacher_head, teacher_NC, self._teacher_head, weights_SN, labels_N
             )
         count = weights_SN.sum()
         return Loss(
