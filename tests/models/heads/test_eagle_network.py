@@ -15,7 +15,6 @@ import torch
 from eagle_reference import Literal
 from forerun.models.heads.attention import Joined
 from forerun.models.heads.eagle import Eagle1, Eagle3, Eagle3Settings
-from forerun.models.heads.layers import pack
 from forerun.models.target import TargetInfo
 from tiny_heads import tiny_eagle_module
 
@@ -141,16 +140,6 @@ def test_gradients_reach_every_parameter_through_all_steps() -> None:
         for parameter_name, parameter in module.named_parameters():
             assert parameter.grad is not None, parameter_name
             assert parameter.grad.abs().sum() > 0, parameter_name
-
-
-def test_packed_layers_compute_the_same() -> None:
-    """bfloat16, as drafts run where the processor multiplies it."""
-    module = tiny_eagle_module(INFO).to(torch.bfloat16)
-    x = torch.randn(2, 3, 96, generator=NOISE, dtype=torch.bfloat16)
-    plain = module.fuse(x)
-    pack(module)
-    assert torch.allclose(module.fuse(x).float(), plain.float(), atol=0.02)
-    assert module.fuse(x).shape == plain.shape
 
 
 def test_tables_made_while_drafting_serve_training(tmp_path: Path) -> None:
