@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun import sampling
 from forerun.errors import ConfigError
-from forerun.models.heads.dflash import DFlash, Injected
+from forerun.models.heads.dflash import DFlash, said_behind
 from forerun.models.target import OpenTarget, Segment
 
 LENGTH = 64  # tokens that are looked at
@@ -46,28 +46,10 @@ class FirstAcceptance:
 def self_check(module: DFlash, target: OpenTarget, prompt: Sequence[int]) -> FirstAcceptance:
     """Let the target continue `prompt` greedily and draft behind each of the tokens it says."""
     tokens, taps_KTE = _continued(target, prompt, module.config.taps)
-    device, width = taps_KTE.device, module.config.block_size
-    anchors_A = torch.arange(len(prompt), len(tokens) - 1, device=device)
-    context_1K = torch.arange(len(taps_KTE), device=device)[None]
-    positions_1Q = (anchors_A[:, None] + torch.arange(width, device=device)).reshape(1, -1)
-    anchors_1Q = anchors_A.repeat_interleave(width)[None]
-    block_AQ = torch.full((len(anchors_A), width), module.config.mask_token, device=device)
-    block_AQ[:, 0] = torch.tensor(tokens, device=device)[anchors_A]
-    embedded_QC = module.embed(block_AQ.flatten(), lambda ids: target.embed(ids, scaled=False))
-    memory = Injected(
-        module.context_kv(taps_KTE[None], context_1K),
-        module.visible(positions_1Q, anchors_1Q, context_1K),
-    )
-    hidden_AQC = module(embedded_QC[None], positions_1Q, memory)[0].unflatten(0, block_AQ.shape)
-    truth = tokens[len(prompt) + 1 :]
-    return FirstAcceptance(*(_right(module, target, hidden_AQC[:, i], truth) for i in (0, 1)))
-
-
-def _right(module: DFlash, target: OpenTarget, hidden_AC: Tensor, truth: Sequence[int]) -> float:
-    said_A = module.logits(hidden_AC, target.head_logits).argmax(-1)
-    if (ids_U := module.token_ids) is not None:
-        said_A = ids_U[said_A]
-    return (said_A.cpu() == torch.tensor(truth)).float().mean().item()
+    anchors_A = torch.arange(len(prompt), len(tokens) - 1)
+    said_AQ = said_behind(module, target, tokens, taps_KTE, anchors_A).cpu()
+    right_AQ = said_AQ[:, :2] == torch.tensor(tokens)[anchors_A + 1, None]
+    return FirstAcceptance(*right_AQ.float().mean(0).tolist())
 
 
 def _continued(

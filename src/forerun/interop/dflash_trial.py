@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.interop.trial import Speech, Trial, tried
-from forerun.models.heads.dflash import DFlash, DFlashConfig, Injected
+from forerun.models.heads.dflash import DFlash, DFlashConfig, said_behind
 from forerun.models.target import OpenTarget, TargetInfo
 
 
@@ -64,27 +64,11 @@ def _read_as(draft: DFlash, changes: dict[str, object]) -> DFlash:
     return other
 
 
-@torch.inference_mode()
 def _right(draft: DFlash, target: OpenTarget, speech: Speech) -> Tensor:
     """[A, K]: whether each drafting slot is what the target said."""
-    config, device = draft.config, target.info.device
+    config = draft.config
     reach = config.block_size  # whatever the slots are read as, so that places can be compared
-    places_A = speech.places(reach).to(device)
-    said_AK = speech.said(reach)[:, : config.drafts].to(device)
-    context_1K = torch.arange(len(speech.tokens), device=device)[None]
-    positions_AQ = places_A[:, None] + torch.arange(config.block_size, device=device)
-    anchors_AQ = places_A[:, None].expand_as(positions_AQ)
-    tokens_AQ = torch.full_like(positions_AQ, config.mask_token)
-    tokens_AQ[:, 0] = torch.tensor(speech.tokens, device=device)[places_A]
-    embedded_NC = draft.embed(tokens_AQ.flatten(), partial(target.embed, scaled=False))
-    positions_1N, anchors_1N = positions_AQ.reshape(1, -1), anchors_AQ.reshape(1, -1)
-    memory = Injected(
-        draft.context_kv(speech.taps_RBC[None, :, list(config.taps)], context_1K),
-        draft.visible(positions_1N, anchors_1N, context_1K),
-    )
-    hidden_NC = draft(embedded_NC[None], positions_1N, memory)[0]
-    drafted_AKC = hidden_NC.unflatten(0, positions_AQ.shape)[:, config.first_slot :]
-    said_N = draft.logits(drafted_AKC.flatten(0, 1), target.head_logits).argmax(-1)
-    if (ids_U := draft.token_ids) is not None:
-        said_N = ids_U[said_N]
-    return said_N.view_as(said_AK) == said_AK
+    taps_RTC = speech.taps_RBC[:, list(config.taps)]
+    drafted_AQ = said_behind(draft, target, speech.tokens, taps_RTC, speech.places(reach))
+    said_AK = speech.said(reach)[:, : config.drafts]
+    return drafted_AQ[:, config.first_slot :].cpu() == said_AK

@@ -10,8 +10,8 @@ whose taps are not known yet, and mask tokens behind it.
     in place                                  s+1   s+2   s+3      what the slots predict
     anchor first                      s+1     s+2   s+3   s+4
 
-B sequences, Q slots, K context tokens, N rows; T taps of the target's hidden size E; C hidden size,
-G kv heads, D head size, L layers, V vocabulary (U: the draft's, where it is smaller).
+A anchors, B sequences, Q slots, K context tokens, N rows; T taps of the target's hidden size E; C
+hidden size, G kv heads, D head size, L layers, V vocabulary (U: the draft's, where it is smaller).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from forerun.config import Settings
 from forerun.models.heads.attention import Attention, Memory, Rotary, Rotation, attend
 from forerun.models.heads.layers import MLP, LayerSettings, RMSNorm, Size
+from forerun.models.target import OpenTarget
 
 
 class LayerAttention(Settings):
@@ -256,3 +257,31 @@ def default_taps(target_layers: int, count: int) -> tuple[int, ...]:
         return (target_layers // 2 + 1,)
     step = (target_layers - 4) / (count - 1)
     return tuple(round(1 + i * step) + 1 for i in range(count))
+
+
+@torch.inference_mode()
+def said_behind(
+    draft: DFlash, target: OpenTarget, tokens: Sequence[int], taps_KTE: Tensor, anchors_A: Tensor
+) -> Tensor:
+    """What each slot of a block behind each anchor of a text says, as the target's ids, [A, Q].
+
+    All blocks are drafted in one pass. taps_KTE: of the text, at least up to the last anchor.
+    """
+    config, device = draft.config, taps_KTE.device
+    anchors_A = anchors_A.to(device)
+    positions_AQ = anchors_A[:, None] + torch.arange(config.block_size, device=device)
+    tokens_AQ = torch.full_like(positions_AQ, config.mask_token)
+    tokens_AQ[:, 0] = torch.tensor(tokens, device=device)[anchors_A]
+    embedded_NC = draft.embed(tokens_AQ.flatten(), lambda ids: target.embed(ids, scaled=False))
+    context_1K = torch.arange(len(taps_KTE), device=device)[None]
+    positions_1N = positions_AQ.reshape(1, -1)
+    anchors_1N = anchors_A[:, None].expand_as(positions_AQ).reshape(1, -1)
+    memory = Injected(
+        draft.context_kv(taps_KTE[None], context_1K),
+        draft.visible(positions_1N, anchors_1N, context_1K),
+    )
+    hidden_NC = draft(embedded_NC[None], positions_1N, memory)[0]
+    said_N = draft.logits(hidden_NC, target.head_logits).argmax(-1)
+    if (ids_U := draft.token_ids) is not None:
+        said_N = ids_U[said_N]
+    return said_N.view_as(positions_AQ)
