@@ -219,6 +219,22 @@ def test_the_verifier_says_how_drafts_are_drawn(model: LoadedModel, tmp_path: Pa
     assert all(law is not None and law.shape[1] == VOCAB for law in laws)
 
 
+def test_static_drafts_are_checked_whole(tmp_path: Path) -> None:
+    """The layers skipped here guess badly: the plan gives them up, unless it is told not to."""
+    model = tiny_llama(tmp_path, layers=3)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    found = {}
+    for static in (False, True):
+        llm = LLM(model, draft="skip:1,k=3,min_prob=0", static=static)
+        (output,) = llm.generate([[7, 8, 9]], params)
+        found[static] = output.outputs[0].token_ids, llm.stats
+    (planned_ids, planned), (static_ids, static_stats) = found[False], found[True]
+    assert planned_ids == static_ids
+    assert static_stats.drafts >= static_stats.passes - 2  # the prompt's pass and the last token's
+    assert static_stats.draft_tokens > 2.9 * static_stats.drafts - 6
+    assert planned.draft_tokens < static_stats.draft_tokens
+
+
 def test_no_draft_is_none_and_an_empty_one_is_refused() -> None:
     for draft in (None, "none"):
         assert scripted(draft=draft).engine.drafter is None

@@ -8,7 +8,7 @@ import torch
 from fakes import chain_of
 from forerun.core import Draft, Request, SamplingParams, Verdict
 from forerun.engine.costs import Costs
-from forerun.engine.plan import LONGEST_PAUSE, Plan
+from forerun.engine.plan import LONGEST_PAUSE, Plan, Static
 from forerun.engine.scheduler import Turn
 
 TENTH = Costs({1: 10.0, 11: 20.0})  # a pass takes 9 + rows: a further row a tenth of one over 1
@@ -119,3 +119,12 @@ def test_a_request_that_begins_to_repeat_itself_drafts_again() -> None:
             verdict = Verdict([0, 1] if step > 300 else [], 7)
             plan.learn([Turn(one, 1, True, True, 4, chain_of([1, 2]), verdict)], 0.0)
     assert all(plan.budgets([one], rows_left=64)[0] for _ in range(50))
+
+
+def test_a_static_plan_checks_all_and_never_pauses() -> None:
+    plan, one = Static(), request(max_tokens=2000)
+    hopeless = chain_of([1, 2, 3, 4], 0.01)
+    assert plan.keep([hopeless], rows=1) == [hopeless]
+    for _ in range(100):
+        assert plan.budgets([one], rows_left=40) == [40]
+        plan.learn([Turn(one, 1, True, True, 40, hopeless, Verdict([], 7))], draft_seconds=9.0)

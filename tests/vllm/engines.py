@@ -20,9 +20,8 @@ from torch import Tensor
 
 from bench.engines import ENGINES
 from forerun.core import Draft, Request, SamplingParams, Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.llm import LLM
-from forerun.engine.plan import Plan
+from forerun.engine.plan import Static
 from forerun.engine.scheduler import Turn
 from forerun.models.hub import LoadedModel
 from forerun.verify.base import Verifier
@@ -68,18 +67,15 @@ def _end(tokens: Tokens, stop_ids: frozenset[int]) -> int:
 # ---- forerun ------------------------------------------------------------------------------------
 
 
-class WholeChains(Plan):
+class WholeChains(Static):
     """Has every round draft K tokens, whatever they cost, and writes down what became of them."""
 
     def __init__(self) -> None:
-        super().__init__(Costs({1: 1.0}))
+        super().__init__()
         self.rounds: dict[int, list[Round]] = defaultdict(list)
 
     def budgets(self, requests: Sequence[Request], rows_left: int) -> list[int]:
         return [min(K, request.remaining - 1) for request in requests]
-
-    def keep(self, drafts: list[Draft], rows: int) -> list[Draft]:
-        return drafts
 
     def learn(self, turns: Sequence[Turn], draft_seconds: float) -> None:
         for turn in turns:

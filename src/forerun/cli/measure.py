@@ -41,6 +41,7 @@ def bench(
     prompts: Annotated[int | None, option("Use only this many of each workload.")] = None,
     repeat: Annotated[int, option("Measure everything this many times.")] = 1,
     verifier: options.Verifier = "follow",
+    static: options.Static = False,
     raw: options.Raw = False,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
@@ -86,14 +87,21 @@ def bench(
     from forerun.verify import make_verifier
 
     judge = make_verifier(verifier)
-    setting = Setting(workloads, specs, sizes, params, repeat, raw)
+    setting = Setting(workloads, specs, sizes, params, repeat, raw, static)
     for spec in specs:
         options.check_draft(spec)
     _announce(workloads)  # what is wrong so far has been said before it
     loaded = hub.load(model, dtype, device)
 
     def start(spec: str, size: int) -> LLM:
-        return LLM(loaded, draft=spec, verifier=verifier, max_num_seqs=size, kv_tokens=kv_tokens)
+        return LLM(
+            loaded,
+            draft=spec,
+            verifier=verifier,
+            max_num_seqs=size,
+            kv_tokens=kv_tokens,
+            static=static,
+        )
 
     bench = Bench(loaded, setting, start)
     meta = describe(loaded, setting, judge, ["forerun", *sys.argv[1:]])

@@ -38,6 +38,13 @@ SpeculativeConfig = Annotated[
 Verifier = Annotated[
     str, option("Rule that accepts drafted tokens: follow, rejection, typical (lossy), reference.")
 ]
+Static = Annotated[
+    bool,
+    option(
+        "Check all that the draft proposes, as in papers, even where less would be faster.",
+        "--static",
+    ),
+]
 Dtype = Annotated[str, option("auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, option("auto, cpu, cuda, ...")]
 Raw = Annotated[bool, option("Give the model the bare text, without its chat template.", "--raw")]

@@ -23,6 +23,7 @@ def generate(
     draft: options.Draft = None,
     speculative_config: options.SpeculativeConfig = None,
     verifier: options.Verifier = "follow",
+    static: options.Static = False,
     system: Annotated[str | None, option("Instruction that stands before the prompt.")] = None,
     raw: options.Raw = False,
     max_tokens: options.MaxTokens = 256,
@@ -113,12 +114,18 @@ def generate(
             f"--verifier {verifier} is lossy: the text may differ from plain decoding's",
             file=sys.stderr,
         )
-    llm = LLM(loaded, draft=spec, verifier=verifier, kv_tokens=kv_tokens)
+    llm = LLM(loaded, draft=spec, verifier=verifier, kv_tokens=kv_tokens, static=static)
     painter = Painter(loaded.tokenizer.stream(not special_tokens)) if show_drafts else None
     answer = Answer(llm, tokens, params)
     answer.follow(None if as_json else painter.paint if painter else lambda delta: delta.text)
     if as_json:
-        asked = {"model": model, "draft": spec, "verifier": verifier, "seed": params.seed}
+        asked = {
+            "model": model,
+            "draft": spec,
+            "static": static,
+            "verifier": verifier,
+            "seed": params.seed,
+        }
         print(json.dumps(asked | answer.to_dict(), ensure_ascii=False))
     else:
         answer.print_others()

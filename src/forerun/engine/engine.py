@@ -18,7 +18,7 @@ from forerun.engine import rows
 from forerun.engine.costs import Costs, measure
 from forerun.engine.emit import Generation
 from forerun.engine.outputs import Delta
-from forerun.engine.plan import Plan
+from forerun.engine.plan import Plan, Static
 from forerun.engine.scheduler import (
     MAX_BATCH_ROWS,
     MAX_NUM_SEQS,
@@ -39,7 +39,8 @@ class Engine:
     tokenizer: None works on tokens alone; texts are then empty and stop strings refused.
     stop_ids: the model's own end-of-sequence tokens.
     max_num_seqs: sequences that run at once; max_batch_rows: tokens in one pass.
-    costs: of a pass by its rows; None measures them, if there is a drafter, in a few passes.
+    static: check all that is drafted; otherwise as much as pays.
+    costs: of a pass by its rows; None measures them, where they are needed, in a few passes.
     Raises `ConfigError` for parts that do not fit each other.
     """
 
@@ -54,6 +55,7 @@ class Engine:
         stop_ids: frozenset[int] = frozenset(),
         max_num_seqs: int = MAX_NUM_SEQS,
         max_batch_rows: int = MAX_BATCH_ROWS,
+        static: bool = False,
         costs: Costs | None = None,
     ) -> None:
         self.target = target
@@ -69,7 +71,7 @@ class Engine:
         self._ids = itertools.count()
         if drafter:
             _check_taps(drafter, target)
-            self.plan = Plan(costs or measure(target, store))
+            self.plan = Static() if static else Plan(costs or measure(target, store))
 
     @property
     def busy(self) -> bool:

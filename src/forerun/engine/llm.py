@@ -41,6 +41,7 @@ class LLM:
 
     model: a folder, a .gguf file, a packaged model, a Hub id, or a model already loaded.
     draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`; None for none.
+    static: check all that the draft proposes, even where less would be faster.
     verifier: `follow` (the text of plain decoding), `rejection` (its law), `typical` (lossy).
     max_num_seqs: sequences that run at once. max_batch_rows: tokens in one pass.
     kv_tokens: tokens the key/value store holds for all running sequences together.
@@ -57,6 +58,7 @@ class LLM:
         max_num_seqs: int = MAX_NUM_SEQS,
         max_batch_rows: int = MAX_BATCH_ROWS,
         kv_tokens: int | None = None,
+        static: bool = False,
     ) -> None:
         for name, count in (
             ("max_num_seqs", max_num_seqs),
@@ -86,6 +88,7 @@ class LLM:
             stop_ids=loaded.stop_ids,
             max_num_seqs=max_num_seqs,
             max_batch_rows=max_batch_rows,
+            static=static,
         )
         self._jobs: dict[int, _Job] = {}  # by the ids of their streams
         self._ids = itertools.count()

@@ -113,6 +113,22 @@ class Plan:
         return max(0, min(share, request.remaining - 1))
 
 
+class Static(Plan):
+    """Checks every node that a drafter's own settings propose, in every pass, whatever it costs.
+
+    For papers and comparisons: a chain of k or a tree of n nodes is then just that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Costs({1: 1.0}))
+
+    def keep(self, drafts: list[Draft], rows: int) -> list[Draft]:
+        return drafts
+
+    def learn(self, turns: Sequence[Turn], draft_seconds: float) -> None:
+        """Nothing: no request ever pauses."""
+
+
 def _chances(draft: Draft) -> list[float]:
     """Survival per node, no larger than the parent's even where a drafter rounds badly."""
     chances: list[float] = []

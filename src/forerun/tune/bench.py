@@ -41,7 +41,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What to measure. `batches`: how many prompts run together. Plain decoding always runs."""
+    """What to measure. Plain decoding always runs.
+
+    batches: how many prompts run together. static: all that a draft proposes is checked.
+    """
 
     workloads: Sequence[Workload]
     specs: Sequence[str]
@@ -49,6 +52,7 @@ class Setting:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0, seed=0))
     repeat: int = 1
     raw: bool = False
+    static: bool = False
 
     def __post_init__(self) -> None:
         if self.params.seed is None:

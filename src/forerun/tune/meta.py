@@ -44,6 +44,7 @@ def describe(
         "seed": setting.params.seed,
         "repeat": setting.repeat,
         "raw": setting.raw,
+        "static": setting.static,
         "workloads": {
             workload.name: {"hash": workload.hash, "prompts": len(workload.prompts)}
             for workload in setting.workloads
