@@ -181,6 +181,20 @@ static void gated(const void *gate_up, void *out, int32_t rows, int32_t dim, int
         else gelu ? gate_row(gate_up, out, r, dim, 1, 0) : gate_row(gate_up, out, r, dim, 0, 0);
 }
 
+INLINE void add_silu_row(const void *x, const void *y, int64_t y_at, void *out, int64_t at, int dim,
+                         int bf16) {
+    for (int d = 0; d < dim; d += LANES)
+        store(out, at + d, load(x, at + d, bf16) + activate(load(y, y_at + d, bf16), 0), bf16);
+}
+
+/* out = x + SiLU(y), rows of `dim`; those of y begin `stride` apart. out may be x. */
+void add_silu(const void *x, const void *y, int64_t stride, void *out, int32_t rows, int32_t dim,
+              int32_t bf16) {
+    for (int64_t r = 0; r < rows; r++)
+        if (bf16) add_silu_row(x, y, r * stride, out, r * dim, dim, 1);
+        else add_silu_row(x, y, r * stride, out, r * dim, dim, 0);
+}
+
 #define COLUMNS 32 /* of a block of a packed weight: two vectors */
 #define ROWS 8     /* that share one walk over a block */
 
@@ -757,9 +771,9 @@ void logits(const void *x, const float *norm, float eps, const Matrix *head, voi
 
 #define CHUNK 64
 
-/* The `count` largest of `size` scores, best first and the lowest column first in a tie, and the log
- * of their share in a softmax. */
-static void best_of_row(const float *x, int32_t size, int32_t count, int64_t *columns, float *logs) {
+/* The `count` largest of `size` scores, best first and the lowest column first in a tie, and their
+ * shares in a softmax. */
+static void best_of_row(const float *x, int32_t size, int32_t count, int64_t *columns, float *shares) {
     vf total = {0};
     int32_t whole = size / LANES * LANES, found = 0;
     for (int32_t begin = 0; begin < size; begin += CHUNK) {
@@ -767,38 +781,46 @@ static void best_of_row(const float *x, int32_t size, int32_t count, int64_t *co
         if (found == count && end - begin == CHUNK) { /* most hold nothing new */
             vf a = larger(load(x, begin, 0), load(x, begin + LANES, 0));
             vf b = larger(load(x, begin + 2 * LANES, 0), load(x, begin + 3 * LANES, 0));
-            if (!(max(larger(a, b)) > logs[count - 1])) continue;
+            if (!(max(larger(a, b)) > shares[count - 1])) continue;
         }
-        for (int32_t i = begin; i < end; i++) {
-            if (found == count && !(x[i] > logs[count - 1])) continue;
+        for (int32_t i = begin; i < end; i++) { /* shares hold the scores until the end */
+            if (found == count && !(x[i] > shares[count - 1])) continue;
             int32_t at = found < count ? found++ : count - 1;
-            for (; at && x[i] > logs[at - 1]; at--) {
-                logs[at] = logs[at - 1];
+            for (; at && x[i] > shares[at - 1]; at--) {
+                shares[at] = shares[at - 1];
                 columns[at] = columns[at - 1];
             }
-            logs[at] = x[i];
+            shares[at] = x[i];
             columns[at] = i;
         }
     }
-    float largest = logs[0];
+    float largest = shares[0];
     for (int32_t i = 0; i < whole; i += LANES) total += exponential(load(x, i, 0) - largest);
     float sum_of_all = sum(total);
     for (int32_t i = whole; i < size; i++) sum_of_all += expf(x[i] - largest);
     float log_sum = logf(sum_of_all) + largest;
-    for (int32_t i = 0; i < count; i++) logs[i] -= log_sum;
+    for (int32_t i = 0; i < count; i++) shares[i] = expf(shares[i] - log_sum);
 }
 
-/* columns, logs [rows, count] of scores [rows, size] */
-void best(const float *scores, int32_t rows, int32_t size, int32_t count, int64_t *columns,
-          float *logs) {
-#pragma omp parallel for schedule(static) if (rows > 1 && (int64_t)rows * size > WORTH_A_TEAM)
+static void best_of_rows(const float *scores, int32_t rows, int32_t stride, int32_t size,
+                         int32_t count, int64_t *columns, float *shares) {
+#pragma omp for schedule(static)
     for (int32_t r = 0; r < rows; r++)
-        best_of_row(scores + (int64_t)r * size, size, count, columns + (int64_t)r * count,
-                    logs + (int64_t)r * count);
+        best_of_row(scores + (int64_t)r * stride, size, count, columns + (int64_t)r * count,
+                    shares + (int64_t)r * count);
 }
 
-/* From states x to the best of their logits: `logits`, then `best` with shares instead of logs.
- * scores is scratch, [rows, head->out], of which `size` are no padding. */
+#define COST_OF_A_SCORE 8 /* multiplications: its exponential */
+
+/* columns, shares [rows, count] of scores [rows, stride], of which `size` are no padding */
+void best(const float *scores, int32_t rows, int32_t stride, int32_t size, int32_t count,
+          int64_t *columns, float *shares) {
+#pragma omp parallel if (rows > 1 && (int64_t)rows * size * COST_OF_A_SCORE > WORTH_A_TEAM)
+    best_of_rows(scores, rows, stride, size, count, columns, shares);
+}
+
+/* From states x to the best of their logits: `logits`, then `best`. scores is scratch,
+ * [rows, head->out], of which `size` are no padding. */
 void rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
           float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
           float *shares) {
@@ -806,11 +828,6 @@ void rank(const void *x, const float *norm, float eps, const Matrix *head, void 
     {
         if (norm) rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
         product(head, norm ? normed : x, NULL, scores, rows, bf16, 0);
-#pragma omp for schedule(static)
-        for (int32_t r = 0; r < rows; r++) {
-            float *own = shares + (int64_t)r * count;
-            best_of_row(scores + (int64_t)r * head->out, size, count, columns + (int64_t)r * count, own);
-            for (int32_t i = 0; i < count; i++) own[i] = expf(own[i]);
-        }
+        best_of_rows(scores, rows, head->out, size, count, columns, shares);
     }
 }
