@@ -27,7 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa, the target's matrix": {"output": "target", "vocab_size": None, "layers": 3},
     "medusa, no layer": {"layers": 0},
     "dflash, in place": {},
-    "dflash, anchor first": {"anchor_first": True, "own_mask_embedding": True},
+    "dflash, anchor first": {"anchor_first": True},
+    "dflash, own mask": {"own_mask_embedding": True},
     "dflash, sliding": {
         "attention": (LayerAttention(window=6, causal=True), LayerAttention()),
         "window_from_anchor": True,

@@ -63,10 +63,7 @@ class Context:
 
     span: Span
     waiting: list[Tensor] = field(default_factory=list)  # [rows, T, E]
-
-    @property
-    def unsettled(self) -> int:
-        return sum(len(taps_RTE) for taps_RTE in self.waiting)
+    unsettled: int = 0  # rows of them
 
     @property
     def tokens(self) -> int:
@@ -167,6 +164,7 @@ class DFlashDrafter(ParallelDrafter):
             self._forget(request)
         else:
             context.waiting.append(taps_RTE.contiguous())
+            context.unsettled += len(taps_RTE)
 
     def _forget(self, request: Request) -> None:
         if context := self._contexts.pop(request.id, None):
@@ -187,6 +185,7 @@ class DFlashDrafter(ParallelDrafter):
         """All that waited has its keys and values."""
         self._runner.store.commit(context.span, range(context.unsettled))
         context.waiting.clear()
+        context.unsettled = 0
 
     def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
         """The blocks of all requests lie side by side in one pass, whole ones whatever `depth`."""

@@ -137,6 +137,8 @@ class EagleDrafter(Drafter):
             self._feed([(lane.request, lane.follower) for lane in lanes])
             self._grow(lanes, plain)
             found = [self._grown(lane) for lane in lanes]
+        if len(lanes) == len(requests):
+            return found
         drafts = {lane.request.id: draft for lane, draft in zip(lanes, found, strict=True)}
         return [drafts.get(request.id, Draft()) for request in requests]
 

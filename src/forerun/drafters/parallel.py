@@ -51,6 +51,8 @@ class ParallelDrafter(Drafter):
             drafts = self._in_one_call(asked, nodes)
         else:
             drafts = self._step_by_step(asked, nodes)
+        if len(asked) == len(requests):
+            return drafts
         found = {request.id: draft for request, draft in zip(asked, drafts, strict=True)}
         return [found.get(request.id, Draft()) for request in requests]
 

@@ -56,6 +56,7 @@ class MedusaRounds(Rounds):
 
     def __init__(self, backend: Compiled, heads: Heads) -> None:
         super().__init__(backend)
+        self._row = backend.config.hidden_size * backend.dtype.itemsize
         self._heads = heads  # keeps alive what the addresses point to
         self._others = _matrices([matrix for layer in heads.others for matrix in layer])
         self._outputs = _matrices(heads.outputs)
@@ -78,14 +79,10 @@ class MedusaRounds(Rounds):
         self, states: Sequence[Tensor], wanted: Sequence[Wanted], rules: Rules
     ) -> list[Drafted]:
         """What `best_tree` would make of the heads' logits. states: of each request, what the
-        target's last layer gave; the last row counts, [.., C]."""
-        last = [state_RC.data_ptr() + state_RC.nbytes - self._row(state_RC) for state_RC in states]
+        target's last layer gave, contiguous; the last row counts, [.., C]."""
+        last = [state_RC.data_ptr() + (len(state_RC) - 1) * self._row for state_RC in states]
         addresses = (ctypes.c_void_p * len(last))(*last)
         return self._run(self._lib.medusa_round, self._address, wanted, rules, addresses)
-
-    def _row(self, state_RC: Tensor) -> int:
-        assert state_RC.is_contiguous(), "rows lie side by side"
-        return self._address.dim * state_RC.itemsize
 
 
 def _matrices(matrices: Sequence[PackedMatrix]) -> ctypes.Array[kernels.Matrix]:

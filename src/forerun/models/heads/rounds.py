@@ -77,6 +77,7 @@ class Rounds:
     def __init__(self, backend: Compiled) -> None:
         self._lib = backend.lib
         self._nodes = _Nodes(0)
+        self._rules = RulesOfRound()
         self.seconds = 0.0
 
     def _run(
@@ -88,16 +89,14 @@ class Rounds:
         *starts: Any,
     ) -> list[Drafted]:
         """What a compiled function drafts. starts: what it takes behind the rules."""
-        width, ratios, most = rules
-        rules_of_round = RulesOfRound(width, len(ratios) - 1, most, ratios.buffer_info()[0])
+        to, ratios = self._rules, rules.ratios
+        to.width, to.bins, to.most = rules.width, len(ratios) - 1, rules.most
+        to.ratios = ratios.buffer_info()[0]
         ends = array("q", [token for each in wanted for token in each.ends])
-        trees = _trees(wanted, ends)
-        nodes = sum(tree.nodes for tree in trees)
-        if nodes > self._nodes.count:
-            self._nodes = _Nodes(nodes)
+        trees = self._trees(wanted, ends)
         self.seconds = round(
             ctypes.byref(network),
-            ctypes.byref(rules_of_round),
+            ctypes.byref(to),
             *starts,
             trees,
             ctypes.byref(self._nodes.room),
@@ -107,34 +106,40 @@ class Rounds:
             raise CapacityError("no memory for a round of drafting; ask for fewer requests at once")
         return [self._nodes.drafted(tree.first, tree.first + tree.count) for tree in trees]
 
+    def _trees(self, wanted: Sequence[Wanted], ends: array[int]) -> ctypes.Array[Tree]:
+        """The trees as compiled code is asked for them, with room for their nodes. ends: those of
+        all, one after the other."""
+        trees = []
+        ends_at, nodes = ends.buffer_info()[0], 0
+        for each in wanted:
+            trees.append((each.nodes, len(each.ends), ends_at, each.ratio, nodes))
+            ends_at += ends.itemsize * len(each.ends)
+            nodes += each.nodes
+        if nodes > self._nodes.count:
+            self._nodes = _Nodes(nodes)
+        return (Tree * len(trees))(*trees)
+
 
 class _Nodes:
     """Room for all nodes of a round, kept: fresh arrays would cost more than that."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._tokens = (ctypes.c_int64 * count)()
-        self._parents = (ctypes.c_int32 * count)()
-        self._beliefs = (ctypes.c_double * count)()
-        self._survival = (ctypes.c_double * count)()
+        self._tokens = array("q", bytes(8 * count))
+        self._parents = array("i", bytes(4 * count))
+        self._beliefs = array("d", bytes(8 * count))
+        self._survival = array("d", bytes(8 * count))
         arrays = (self._tokens, self._parents, self._beliefs, self._survival)
-        self.room = Room(*map(ctypes.addressof, arrays))
+        self.room = Room(*(each.buffer_info()[0] for each in arrays))
 
     def drafted(self, begin: int, end: int) -> Drafted:
         """The tree whose nodes lie there."""
-        draft = Draft(self._tokens[begin:end], self._parents[begin:end], self._survival[begin:end])
-        return draft, self._beliefs[begin:end]
-
-
-def _trees(wanted: Sequence[Wanted], ends: array[int]) -> ctypes.Array[Tree]:
-    """The trees as compiled code is asked for them. ends: those of all, one after the other."""
-    trees = []
-    ends_at, first = ends.buffer_info()[0], 0
-    for each in wanted:
-        trees.append((each.nodes, len(each.ends), ends_at, each.ratio, first))
-        ends_at += ends.itemsize * len(each.ends)
-        first += each.nodes
-    return (Tree * len(trees))(*trees)
+        draft = Draft(
+            self._tokens[begin:end].tolist(),
+            self._parents[begin:end].tolist(),
+            self._survival[begin:end].tolist(),
+        )
+        return draft, self._beliefs[begin:end].tolist()
 
 
 def lent_head(target: OpenTarget) -> PackedMatrix | None:

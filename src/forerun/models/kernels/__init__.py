@@ -22,7 +22,7 @@ import torch
 from forerun.home import cache_folder
 
 FOLDER = Path(__file__).parent
-VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "rank")
+VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best")
 ROUNDS = ("eagle", "medusa", "dflash")
 SOURCES = [FOLDER / f"{name}.c" for name in ("kernels", "rounds", "marginals", *ROUNDS)]
 HEADERS = [FOLDER / "kernels.h", FOLDER / "rounds.h"]
@@ -181,6 +181,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.eagle_round.argtypes = (pointer, pointer, ctypes.c_double, pointer, *trees)
     lib.medusa_round.argtypes = (pointer, pointer, pointer, *trees)
     lib.dflash_round.argtypes = (pointer, pointer, int32, pointer, *trees)
-    for name in ROUNDS:
-        getattr(lib, f"{name}_round").restype = ctypes.c_double
+    for name in ("rank", *(f"{name}_round" for name in ROUNDS)):
+        getattr(lib, name).restype = ctypes.c_double
     return lib

@@ -99,8 +99,8 @@ static void lay_blocks(Round *r) {
     }
 }
 
-/* Run them up to the logits of the slots that draft; the seconds that takes. */
-static double run_blocks(Round *r) {
+/* Run them and rank what the slots say that draft; the seconds up to the logits. */
+static double run_blocks(Round *r, int32_t width) {
     const Blocks *net = r->net;
     Packing *p = &r->packing;
     double begin = now();
@@ -110,9 +110,9 @@ static double run_blocks(Round *r) {
         for (int32_t i = 0; i < r->drafts; i++)
             copy_row(r->hidden, s * r->drafts + i, r->hidden, p->first[s] + net->first_slot + i,
                      net->dim, net->bf16);
-    logits(r->hidden, net->last_norm, net->norm_eps, &net->head, r->normed, r->scores,
-           r->count * r->drafts, net->bf16);
-    return now() - begin;
+    double ranking = rank(r->hidden, net->last_norm, net->norm_eps, &net->head, r->normed, r->scores,
+                          r->count * r->drafts, net->bf16, net->size, width, r->columns, r->shares);
+    return now() - begin - ranking;
 }
 
 /* slots: of a block, its anchor included. */
@@ -126,8 +126,7 @@ double dflash_round(const Blocks *net, const Rules *rules, int32_t slots, const 
     lay_out(&r, memory, rules->width, nodes);
     double seconds = append_due(&r);
     lay_blocks(&r);
-    seconds += run_blocks(&r);
-    best(r.scores, count * drafts, net->head.out, net->size, rules->width, r.columns, r.shares);
+    seconds += run_blocks(&r, rules->width);
     for (int32_t s = 0; s < count; s++) {
         int64_t at = (int64_t)s * drafts * rules->width;
         Marginals m = {r.columns + at, r.shares + at, drafts, rules->width, net->ids};

@@ -6,8 +6,6 @@
  */
 #include "rounds.h"
 
-#include <stdlib.h>
-
 typedef struct {
     int32_t bf16, dim, features; /* width of a state, of what a row is fed of the target */
     int32_t layer_count, norm_count;
@@ -41,10 +39,11 @@ typedef struct {
 
 typedef struct { /* the tree of one request, as `Growth` of growing.py */
     Candidate *candidates;
-    Candidate **order; /* scratch */
+    Candidate **kept;  /* the best so far, as many as the tree may have; best first */
+    Candidate **fresh; /* the best of the last level, as many as a frontier may have */
     int32_t *frontier; /* candidates to expand next, best first */
     int32_t *rows;     /* per candidate that was in a frontier, its parent among them, or -1 */
-    int32_t count, frontier_count, row_count;
+    int32_t count, kept_count, fresh_count, frontier_count, row_count;
     int32_t level; /* of the candidates that come next */
     int32_t begin; /* row of the first node of the frontier */
 } Growth;
@@ -86,7 +85,8 @@ static size_t lay_out(Round *r, char *begin) {
         nodes += inner;
         kept = larger_of(kept, r->trees[s].nodes);
         g->candidates = take(&memory, all * sizeof(Candidate));
-        g->order = take(&memory, all * sizeof(Candidate *));
+        g->kept = take(&memory, r->trees[s].nodes * sizeof(Candidate *));
+        g->fresh = take(&memory, width * sizeof(Candidate *));
         g->frontier = take(&memory, width * sizeof(int32_t));
         g->rows = take(&memory, inner * sizeof(int32_t));
     }
@@ -134,10 +134,10 @@ static void run_rows(Round *r) {
 static void rank_rows(Round *r, int32_t rows) {
     const Network *net = r->net;
     double begin = now();
-    logits(r->hidden, net->norm_output ? NULL : net->last_norm, net->norm_eps, &net->head, r->normed,
-           r->scores, rows, net->bf16);
-    r->seconds += now() - begin;
-    best(r->scores, rows, net->head.out, net->size, r->rules->width, r->columns, r->shares);
+    double ranking = rank(r->hidden, net->norm_output ? NULL : net->last_norm, net->norm_eps,
+                          &net->head, r->normed, r->scores, rows, net->bf16, net->size,
+                          r->rules->width, r->columns, r->shares);
+    r->seconds += now() - begin - ranking;
 }
 
 /* Turn features into rows, which are then committed. */
@@ -170,37 +170,26 @@ static void feed(Round *r) {
 
 /* ---- trees ----------------------------------------------------------------------------------- */
 
-/* The likelier first, the older first among equals. */
-static int by_chance(const void *a, const void *b) {
-    const Candidate *x = *(Candidate *const *)a, *y = *(Candidate *const *)b;
-    if (x->reached != y->reached) return x->reached > y->reached ? -1 : 1;
-    return x < y ? -1 : 1;
+/* Put the youngest candidate into a list of the likeliest, the older first among equals. */
+static void keep(Candidate **list, int32_t *count, int32_t most, Candidate *c) {
+    if (*count < most) (*count)++;
+    else if (!(c->reached > list[most - 1]->reached)) return;
+    int32_t at = *count - 1;
+    for (; at && c->reached > list[at - 1]->reached; at--) list[at] = list[at - 1];
+    list[at] = c;
 }
 
-/* The candidates from `first` on, best first, in g->order. */
-static void sort(Growth *g, int32_t first) {
-    for (int32_t i = first; i < g->count; i++) g->order[i - first] = &g->candidates[i];
-    qsort(g->order, g->count - first, sizeof *g->order, by_chance);
-}
-
-/* What a node must exceed so that a child of it could be kept. */
-static double least(Growth *g, int32_t nodes) {
-    if (g->count < nodes) return 0;
-    sort(g, 0);
-    return g->order[nodes - 1]->reached;
-}
-
-/* Choose the next frontier among the candidates from `first` on. */
-static void advance(const Round *r, int32_t s, int32_t first) {
+/* Choose the next frontier among the candidates of the last level. */
+static void advance(const Round *r, int32_t s) {
     Growth *g = &r->growths[s];
-    int32_t before = g->row_count - g->frontier_count, fresh = g->count - first;
+    int32_t before = g->row_count - g->frontier_count, nodes = r->trees[s].nodes;
     g->frontier_count = 0;
-    if (g->level >= r->lanes[s].depth || !fresh) return;
-    double bound = least(g, r->trees[s].nodes);
-    sort(g, first);
-    if (g->order[0]->reached < r->floor) return;
-    for (int32_t i = 0; i < r->rules->width && i < fresh; i++) {
-        const Candidate *c = g->order[i];
+    if (g->level >= r->lanes[s].depth || !g->fresh_count) return;
+    if (g->fresh[0]->reached < r->floor) return;
+    /* What a node must exceed so that a child of it could be kept. */
+    double bound = g->kept_count < nodes ? 0 : g->kept[nodes - 1]->reached;
+    for (int32_t i = 0; i < g->fresh_count; i++) {
+        const Candidate *c = g->fresh[i];
         if (!(c->reached > bound) || ends(&r->trees[s], c->token)) continue;
         g->frontier[g->frontier_count++] = c - g->candidates;
         g->rows[g->row_count++] = g->level == 1 ? -1 : before + c->origin;
@@ -210,7 +199,8 @@ static void advance(const Round *r, int32_t s, int32_t first) {
 /* Add the candidates behind the frontier, which were ranked. */
 static void extend(const Round *r, int32_t s) {
     Growth *g = &r->growths[s];
-    int32_t first = g->count, width = r->rules->width;
+    int32_t width = r->rules->width;
+    g->fresh_count = 0;
     for (int32_t place = 0; place < g->frontier_count; place++) {
         int32_t parent = g->frontier[place];
         double above = parent < 0 ? 1 : g->candidates[parent].reached;
@@ -221,11 +211,14 @@ static void extend(const Round *r, int32_t s) {
             double chance = chance_of(r->rules, &r->trees[s], belief);
             if (!(chance > 0)) continue;
             int64_t token = r->net->ids ? r->net->ids[column] : column;
-            g->candidates[g->count++] = (Candidate){above * chance, belief, token, parent, place};
+            Candidate *c = &g->candidates[g->count++];
+            *c = (Candidate){above * chance, belief, token, parent, place};
+            keep(g->kept, &g->kept_count, r->trees[s].nodes, c);
+            keep(g->fresh, &g->fresh_count, width, c);
         }
     }
     g->level++;
-    advance(r, s, first);
+    advance(r, s);
 }
 
 /* Lay the frontiers side by side as the rows of a pass, each with what its parent handed on. */
@@ -259,7 +252,7 @@ static void gather(Round *r) {
 static void plant(Round *r) {
     for (int32_t s = 0; s < r->count; s++) {
         Growth *g = &r->growths[s];
-        g->count = g->row_count = g->level = 0;
+        g->count = g->kept_count = g->row_count = g->level = 0;
         g->frontier_count = 1;
         g->frontier[0] = -1;
         g->begin = s;
@@ -281,16 +274,13 @@ static void grow(Round *r) {
 /* The likeliest candidates. */
 static void harvest(const Round *r, int32_t s, const Room *room) {
     Growth *g = &r->growths[s];
-    Tree *tree = &r->trees[s];
-    sort(g, 0);
-    int32_t kept = g->count < tree->nodes ? g->count : tree->nodes;
-    for (int32_t i = 0; i < kept; i++) {
-        Candidate *c = g->order[i];
+    for (int32_t i = 0; i < g->kept_count; i++) {
+        Candidate *c = g->kept[i];
         c->origin = i; /* children are less likely, or younger, and so come later */
         int32_t parent = c->parent < 0 ? -1 : g->candidates[c->parent].origin;
         r->kept[i] = (Node){c->belief, c->token, parent};
     }
-    hand_over(r->rules, r->kept, kept, tree, room);
+    hand_over(r->rules, r->kept, g->kept_count, &r->trees[s], room);
 }
 
 double eagle_round(const Network *net, const Rules *rules, double floor, Lane *lanes, Tree *trees,

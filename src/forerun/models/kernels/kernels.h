@@ -59,3 +59,7 @@ void logits(const void *x, const float *norm, float eps, const Matrix *head, voi
             float *out, int32_t rows, int32_t bf16);
 void best(const float *scores, int32_t rows, int32_t stride, int32_t size, int32_t count,
           int64_t *columns, float *shares);
+double rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
+            float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
+            float *shares);
+double now(void);

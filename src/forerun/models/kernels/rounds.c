@@ -2,13 +2,6 @@
 #include "rounds.h"
 
 #include <stdlib.h>
-#include <time.h>
-
-double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + 1e-9 * t.tv_nsec;
-}
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-/* What compiled rounds of drafting share: how trees are asked for and handed over, time and memory.
+/* What compiled rounds of drafting share: how trees are asked for and handed over, and memory.
  * Mirrored in models/heads/rounds.py.
  *
  * A round drafts for all requests of a batch in one call, greedily. Between two passes lie a few
@@ -73,7 +73,6 @@ void take_packing(Memory *memory, Packing *packing, const Layer *l, int32_t segm
                   int32_t rows);
 void take_growing(Memory *memory, Growing *growing, int32_t nodes);
 char *kept_memory(size_t bytes);
-double now(void);
 
 double chance_of(const Rules *rules, const Tree *tree, double belief);
 int ends(const Tree *tree, int64_t token);
