@@ -5,9 +5,9 @@
 A round is `observe` and `propose` of the real drafter, on drafts with random weights as large as
 SmolLM2's layers. Its bare passes are measured with it, round by round: the calls that the round
 makes of its network and output matrix are written down with their arguments and made again, with
-nothing in between; where a round is one compiled call, that call times them. A second table shows
-what a step of the engine costs beside the passes, those of the target and of the draft, with a tree
-that is verified whole.
+nothing in between; where a round is one compiled call, that call times them, from what rows are
+fed to their logits; ranking those is not part of it. A second table shows what a step of the engine
+costs beside the passes, those of the target and of the draft, with a tree that is verified whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from forerun.drafters.medusa import Medusa
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
 from forerun.models.cache import Span
-from forerun.models.heads.eagle_round import EagleRounds
+from forerun.models.heads import rounds as compiled_rounds
 from forerun.models.hub import load
 from forerun.models.target import TargetInfo
 from forerun.verify import make_verifier
@@ -59,9 +59,11 @@ def passes(drafter: Drafter) -> list[tuple[Any, str]]:
     return [(drafter._target, "final_norm"), *((runner, name) for name in names)]
 
 
-def in_one_call(drafter: Drafter | None) -> EagleRounds | None:
+def in_one_call(drafter: Drafter | None) -> compiled_rounds.Rounds | None:
     """What drafts whole rounds and times their passes, if the drafter has that."""
-    return drafter._runner.rounds if isinstance(drafter, EagleDrafter) else None
+    if not isinstance(drafter, Medusa | EagleDrafter | DFlashDrafter):
+        return None
+    return drafter._runner.rounds
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli.main import main
+from forerun.drafters import static_tree
 from forerun.interop import formats, medusa
 from tiny import VOCAB, tiny_folder
 from tiny_heads import tiny_medusa
@@ -47,6 +48,9 @@ def test_export_writes_a_folder_and_prints_a_command_line(
         (["export", "vllm", "HEADS", "FILE/out"], "cannot be written"),
         (["inspect", "MODEL", "--target", "MODEL"], "is no draft"),
         (["inspect", "HEADS", "--target", "/no/such/folder"], "check the path"),
+        (["inspect", "HEADS", "--tree", "OUT"], "give --target"),
+        (["inspect", "MODEL", "--tree", "OUT"], "only Medusa heads draft trees of fixed shape"),
+        (["inspect", "HEADS", "--target", "MODEL", "--tree", "FILE/out"], "cannot be written"),
     ],
 )
 def test_failures_end_in_one_line(
@@ -98,6 +102,24 @@ def test_inspect_tries_a_draft_on_its_target(
     assert len(tried["right"]) == 3
     assert all(0 <= share < 0.6 for share in tried["right"])
     assert "guessing 0, 0, 0" in tried["better"]
+
+
+def test_inspect_writes_the_best_fixed_tree_for_what_it_measured(
+    model: Path, heads: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "tree.json"
+    command = ["inspect", str(heads), "--target", str(model), "--tree", str(file), "--nodes", "5"]
+    assert main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    measured = facts["tried"]["right_by_rank"]
+    assert [row[0] for row in measured] == pytest.approx(facts["tried"]["right"], abs=1e-4)
+    paths = json.loads(file.read_text())
+    assert paths == static_tree.optimal(measured, 5)
+    tokens = static_tree.expected_tokens(paths, measured)
+    assert f"{tokens:.2f} tokens a step" in facts["about"][-1]
+    spec = f"medusa:{heads},tree={file}"
+    prompt = ["generate", "Hello", "--model", str(model), "--max-tokens", "4", "--draft", spec]
+    assert main(prompt) == 0
 
 
 def test_inspect_a_model_that_brings_its_heads(

@@ -139,6 +139,7 @@ def test_a_batch_is_one_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = drafter_of(**KINDS["sliding"])
+    drafter._runner.rounds = None  # passes inside of compiled rounds cannot be counted
     requests = [request([5 * id + i for i in range(4 + 9 * id)], id=id) for id in range(3)]
     for each in requests:
         cache(target, drafter, each, len(each.tokens) - 1)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from drafting import check, refuse, request
-from forerun.core import Draft, Request, Verdict
-from forerun.drafters import DraftContext, make_drafter
 from forerun.drafters.calibration import Calibration
-from forerun.drafters.eagle import EagleDrafter
-from forerun.drafters.tree import path
 from forerun.models import kernels
-from forerun.models.cache import Span
-from forerun.models.hub import LoadedModel
-from tiny import tiny_llama
+from forerun.models.hub import LoadedModel, load
+from tiny import tiny_folder
 from tiny_heads import tiny_eagle
+from twins import Twins
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -34,60 +26,13 @@ SHAPES = ["top_k=1", "top_k=3,nodes=14", "k=6,top_k=5,nodes=9", "top_k=2,nodes=5
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return tiny_llama(tmp_path_factory.mktemp("target"), layers=4, seed=1)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("target"), layers=4, seed=1)
 
 
-class Twins:
-    """Two drafters that are told the same: one drafts in rounds, the other level by level."""
-
-    def __init__(self, target: LoadedModel, spec: str, seed: int) -> None:
-        self.dice = random.Random(seed)
-        self.noise = torch.Generator().manual_seed(seed)
-        self.info = target.target.info
-        context = DraftContext(target.target, target.target.new_store(512), None, refuse)
-        self.drafters = [make_drafter(spec, context) for _ in range(2)]
-        whole, stepwise = self.drafters
-        assert isinstance(whole, EagleDrafter)
-        assert isinstance(stepwise, EagleDrafter)
-        assert whole._runner.rounds is not None
-        stepwise._runner.rounds = None
-        self.whole, self.stepwise = whole, stepwise
-
-    def start(self, id: int, rows: int, stop: Sequence[int] = (), **values: Any) -> Request:
-        started = request(self.tokens(rows + 1), id=id, max_tokens=300, stop=stop, **values)
-        started.span = Span(0, 300)
-        self.observe(started, rows)
-        return started
-
-    def tokens(self, count: int) -> list[int]:
-        return [self.dice.randrange(250) for _ in range(count)]
-
-    def observe(self, request: Request, rows: int) -> None:
-        assert request.span
-        request.span.length += rows
-        shape = (rows, len(self.whole.taps), self.info.hidden_size)
-        taps_RTC = torch.randn(shape, generator=self.noise).to(self.info.dtype)
-        for drafter in (self.whole, self.stepwise):
-            drafter.observe([request], [Verdict((), request.tokens[-1])], [taps_RTC])
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        """What both propose."""
-        drafts = self.whole.propose(requests, budgets)
-        expected = self.stepwise.propose(requests, budgets)
-        for draft, other in zip(drafts, expected, strict=True):
-            check(draft)
-            assert draft.tokens == other.tokens
-            assert draft.parents == other.parents
-            assert draft.survival == pytest.approx(other.survival, abs=1e-6)
-        return drafts
-
-    def go_on(self, request: Request, draft: Draft) -> None:
-        """Commit some path of a draft and a token more."""
-        node = self.dice.randrange(-1, len(draft))
-        accepted = [draft.tokens[n] for n in path(draft.parents, node)]
-        request.tokens += [*accepted, *self.tokens(1)]
-        self.observe(request, len(accepted) + 1)
+@pytest.fixture(scope="module")
+def target(folder: Path) -> LoadedModel:
+    return load(str(folder), "float32", "cpu")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -95,26 +40,17 @@ class Twins:
 def test_equals_growth_level_by_level(
     target: LoadedModel, tmp_path: Path, flags: str, shape: str
 ) -> None:
-    """Requests of several lengths, one of which comes late; budgets that differ; beliefs that prove
-    wrong."""
     folder = tiny_eagle(tmp_path / "draft", target, layout="speculators", seed=3, **FLAGS[flags])
     twins = Twins(target, f"eagle3:{folder},min_prob=0.02,{shape}", seed=len(flags))
-    requests = [twins.start(id, rows) for id, rows in enumerate((9, 40, 3))]
-    sizes = set()
-    for turn in range(8):
-        if turn == 4:
-            requests.append(twins.start(9, 17, stop=range(0, 250, 3)))
-        budgets = [twins.dice.choice([1, 4, 64, 64]) for _ in requests]
-        drafts = twins.propose(requests, budgets)
-        sizes |= {len(draft) for draft in drafts}
-        for asked, draft in zip(requests, drafts, strict=True):
-            twins.go_on(asked, draft)
-        if turn % 3 == 2:
-            twins.go_on(requests[0], Draft())  # steps without a proposal leave two rows due
-    assert len(sizes) > 2, "trees of several sizes"
-    ratios = list(twins.whole._calibration.ratios)
-    assert len(set(ratios)) > 2, "beliefs are corrected"
-    assert ratios == pytest.approx(list(twins.stepwise._calibration.ratios), abs=1e-6)
+    assert len(twins.live(8)) > 2, "trees of several sizes"
+    assert len(set(twins.ratios)) > 2, "beliefs are corrected"
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_the_same_in_bfloat16(folder: Path, tmp_path: Path, flags: str) -> None:
+    target = load(str(folder), "bfloat16", "cpu")
+    draft = tiny_eagle(tmp_path / "draft", target, layout="speculators", seed=3, **FLAGS[flags])
+    Twins(target, f"eagle3:{draft},min_prob=0.02,top_k=3,nodes=14", seed=1).live(6)
 
 
 @pytest.mark.parametrize("floor", [0, 0.05, 0.3, 1])

@@ -223,6 +223,9 @@ def test_products_and_norms_equal_torch(dtype: torch.dtype) -> None:
     norm_C = noise(96, seed=2)
     plain = Plain(CONFIG).norm(x_NI, norm_C)
     torch.testing.assert_close(backend.norm(x_NI, norm_C), plain, **precision)
+    apart_NI = noise(5, 192, seed=4).to(dtype)[:, 96:]
+    added = (x_NI.float() + torch.nn.functional.silu(apart_NI.float())).to(dtype)
+    torch.testing.assert_close(backend.add_silu(x_NI, apart_NI), added, **precision)
 
 
 @needs_compiler

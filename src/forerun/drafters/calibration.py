@@ -87,10 +87,14 @@ class Calibration:
             reached = survival[parent] if parent >= 0 else 1.0
             survival.append(reached * (estimate if estimate < MOST else MOST))
         draft = Draft(tokens, parents, survival, probs_NV)
-        self._open[request.id] = (len(request.tokens), draft, beliefs)
+        self.remember(request, draft, beliefs)
         if not min_prob:
             return draft
         return prune(draft, [n for n, chance in enumerate(survival) if chance >= min_prob])
+
+    def remember(self, request: Request, draft: Draft, beliefs: Sequence[float]) -> None:
+        """The same where survival was corrected already, as compiled rounds do."""
+        self._open[request.id] = (len(request.tokens), draft, beliefs)
 
     def correct(self, request: Request, draft: Draft, min_prob: float) -> Draft:
         """The same as `propose`, for a draft whose survival is the drafter's own belief."""

@@ -20,19 +20,20 @@ from pydantic import Field
 from torch import Tensor
 
 from forerun.config import Settings
-from forerun.core import Draft, Request, Verdict
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.calibration import Calibration
+from forerun.core import Request, Verdict
+from forerun.drafters.base import DraftContext
 from forerun.drafters.dflash_check import self_check
-from forerun.drafters.marginals import Candidates, best_tree, candidates
+from forerun.drafters.parallel import ParallelDrafter
 from forerun.errors import CapacityError, ConfigError
 from forerun.interop import dflash as checkpoint
 from forerun.models.cache import Span
 from forerun.models.heads.dflash import DFlash
+from forerun.models.heads.dflash_round import Start
 from forerun.models.heads.dflash_runner import DFlashRunner
+from forerun.models.heads.rounds import Drafted, Rules, Wanted
 from forerun.models.hub import locate
 from forerun.models.packing import pack
-from forerun.models.target import Segment, opened
+from forerun.models.target import Segment
 
 WAITING = 512  # context tokens of a request that may wait for their keys and values
 NODES = 16  # of a tree
@@ -62,17 +63,14 @@ class Context:
 
     span: Span
     waiting: list[Tensor] = field(default_factory=list)  # [rows, T, E]
-
-    @property
-    def unsettled(self) -> int:
-        return sum(len(taps_RTE) for taps_RTE in self.waiting)
+    unsettled: int = 0  # rows of them
 
     @property
     def tokens(self) -> int:
         return self.span.length + self.unsettled
 
 
-class DFlashDrafter(Drafter):
+class DFlashDrafter(ParallelDrafter):
     """One packed pass per round over the blocks of all requests.
 
     Blocks have the same width every time, as published engines run them: slots see each other, so
@@ -86,7 +84,7 @@ class DFlashDrafter(Drafter):
     example = "dflash:draft"
 
     def __init__(self, options: DFlashOptions, context: DraftContext) -> None:
-        self._target = opened(context.target, self.name)
+        super().__init__(context)
         info = context.target.info
         network = checkpoint.read(locate(options.model), info.dtype).to(info.device)
         if problems := checkpoint.misfits(network.config, info):
@@ -103,31 +101,10 @@ class DFlashDrafter(Drafter):
         self._runner = DFlashRunner(network, self._target, context.store.slots)
         self._depth = options.k or config.drafts
         self._width = self._depth + config.first_slot
-        self._top_k = options.top_k
-        self._nodes = options.nodes or (self._depth if options.top_k == 1 else NODES)
-        self.makes_trees = options.top_k > 1
+        nodes = options.nodes or (self._depth if options.top_k == 1 else NODES)
+        self._guess(self._runner.ids_U, options.top_k, nodes)
         self.taps = config.taps
         self._contexts: dict[int, Context] = {}
-        self._calibration = Calibration()
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        asked = {
-            request.id: context
-            for request, budget in zip(requests, budgets, strict=True)
-            if budget > 0 and (context := self._ready(request))
-        }
-        if not asked:
-            return [Draft()] * len(requests)
-        self._settle(list(asked.values()))
-        able = [request for request in requests if request.id in asked]
-        logits_BDU = self._block(able, list(asked.values()))
-        vocab_size = self._target.info.vocab_size
-        found = candidates(able, logits_BDU, self._top_k, self._runner.ids_U, vocab_size)
-        ranked = dict(zip(asked, found, strict=True))
-        return [
-            self._draft(request, ranked[request.id], budget) if request.id in ranked else Draft()
-            for request, budget in zip(requests, budgets, strict=True)
-        ]
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
@@ -158,12 +135,12 @@ class DFlashDrafter(Drafter):
     def _outgrown(self, request: Request) -> bool:
         return len(request.tokens) - 1 + self._width > self._runner.config.max_length
 
-    def _ready(self, request: Request) -> Context | None:
-        """The context of a request that can be drafted for: complete up to the anchor."""
+    def _is_ready(self, request: Request) -> bool:
+        """Whether its context is complete up to the anchor, and a block has its place."""
         context = self._contexts.get(request.id)
         if context is None or context.tokens != len(request.tokens) - 1 or self._outgrown(request):
-            return None
-        return context if self._has_room(request, context) else None
+            return False
+        return self._has_room(request, context)
 
     def _has_room(self, request: Request, context: Context) -> bool:
         """Reserve slots for what waits and a block behind it; without them no more is drafted."""
@@ -186,7 +163,8 @@ class DFlashDrafter(Drafter):
         if context.tokens != begin or self._outgrown(request):
             self._forget(request)
         else:
-            context.waiting.append(taps_RTE)
+            context.waiting.append(taps_RTE.contiguous())
+            context.unsettled += len(taps_RTE)
 
     def _forget(self, request: Request) -> None:
         if context := self._contexts.pop(request.id, None):
@@ -197,16 +175,22 @@ class DFlashDrafter(Drafter):
         due = [context for context in contexts if context.waiting]
         if not due:
             return
+        segments = [Segment(context.span, range(context.unsettled)) for context in due]
         waiting = [taps_RTE for context in due for taps_RTE in context.waiting]
-        rows = [range(context.unsettled) for context in due]
-        segments = [Segment(each.span, part) for each, part in zip(due, rows, strict=True)]
-        self._runner.append(pack(segments), waiting[0] if len(waiting) == 1 else torch.cat(waiting))
-        for context, part in zip(due, rows, strict=True):
-            self._runner.store.commit(context.span, part)
-            context.waiting.clear()
+        self._runner.append(pack(segments), _joined(waiting))
+        for context in due:
+            self._settled(context)
 
-    def _block(self, requests: Sequence[Request], contexts: Sequence[Context]) -> Tensor:
-        """Logits of the drafting slots, [B, D, U]; the blocks of all requests lie side by side."""
+    def _settled(self, context: Context) -> None:
+        """All that waited has its keys and values."""
+        self._runner.store.commit(context.span, range(context.unsettled))
+        context.waiting.clear()
+        context.unsettled = 0
+
+    def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
+        """The blocks of all requests lie side by side in one pass, whole ones whatever `depth`."""
+        contexts = [self._contexts[request.id] for request in requests]
+        self._settle(contexts)
         c = self._runner.config
         masks = [c.mask_token] * (self._width - 1)
         segments = [
@@ -216,7 +200,23 @@ class DFlashDrafter(Drafter):
         logits_NU = self._runner.logits(pack(segments))
         return logits_NU.view(len(contexts), self._depth, -1)
 
-    def _draft(self, request: Request, found: Candidates, budget: int) -> Draft:
-        tree = best_tree(found, min(budget, self._nodes), request.stop_ids)
-        # Until here, survival stands for the belief in a node given its parent.
-        return self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)
+    def _has_rounds(self) -> bool:
+        return self._runner.rounds is not None
+
+    def _round(
+        self, requests: Sequence[Request], wanted: Sequence[Wanted], rules: Rules
+    ) -> list[Drafted]:
+        assert self._runner.rounds
+        contexts = [self._contexts[request.id] for request in requests]
+        starts = []
+        for request, context in zip(requests, contexts, strict=True):
+            taps_RTE = _joined(context.waiting) if context.waiting else None
+            starts.append(Start(context.span, taps_RTE, request.tokens[-1]))
+        drafted = self._runner.rounds.draft(starts, wanted, rules, self._width)
+        for context in contexts:
+            self._settled(context)
+        return drafted
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

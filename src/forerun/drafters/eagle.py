@@ -33,8 +33,9 @@ from forerun.errors import CapacityError, ConfigError
 from forerun.interop import eagle as checkpoint
 from forerun.models.cache import Span
 from forerun.models.heads.eagle import Eagle1, Eagle3, Eagle3Settings, EagleDraft, default_taps
-from forerun.models.heads.eagle_round import EagleRounds, Rules, Start
+from forerun.models.heads.eagle_round import EagleRounds, Start
 from forerun.models.heads.eagle_runner import EagleRunner
+from forerun.models.heads.rounds import Rules, Wanted
 from forerun.models.hub import locate
 from forerun.models.packing import Part, pack_parts
 from forerun.models.target import opened
@@ -121,7 +122,6 @@ class EagleDrafter(Drafter):
     def _features(self, taps_RTC: Tensor) -> Tensor:
         """What the network is fed of the taps, [R, F], contiguous."""
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         lanes = [
             lane
@@ -132,19 +132,16 @@ class EagleDrafter(Drafter):
             return [Draft()] * len(requests)
         plain = all(Place(lane.request).is_argmax for lane in lanes)
         if plain and (rounds := self._runner.rounds):
-            trees = self._round(lanes, rounds)
+            found = self._round(lanes, rounds)
         else:
             self._feed([(lane.request, lane.follower) for lane in lanes])
             self._grow(lanes, plain)
-            trees = [depth_first(lane.growth.draft()) for lane in lanes]
-        propose = self._calibration.propose  # survival stands for belief until here
-        drafts = {
-            lane.request.id: propose(lane.request, tree.tokens, tree.parents, tree.survival)
-            for lane, tree in zip(lanes, trees, strict=True)
-        }
+            found = [self._grown(lane) for lane in lanes]
+        if len(lanes) == len(requests):
+            return found
+        drafts = {lane.request.id: draft for lane, draft in zip(lanes, found, strict=True)}
         return [drafts.get(request.id, Draft()) for request in requests]
 
-    @torch.inference_mode()
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
@@ -234,12 +231,20 @@ class EagleDrafter(Drafter):
     # ---- trees ----------------------------------------------------------------------------------
 
     def _round(self, lanes: Sequence[Lane], rounds: EagleRounds) -> list[Draft]:
-        """`_feed` and `_grow` in one call."""
-        rules = Rules(self._top_k, self._min_prob, self._calibration.ratios, MOST)
-        trees = rounds.draft([self._start(lane) for lane in lanes], rules)
-        for lane in lanes:
+        """All of that in one call."""
+        rules = Rules(self._top_k, self._calibration.ratios, MOST)
+        starts = [self._start(lane) for lane in lanes]
+        wanted = [
+            Wanted(lane.nodes, lane.request.stop_ids, self._calibration.ratio(lane.request))
+            for lane in lanes
+        ]
+        drafts = []
+        drafted = rounds.draft(starts, wanted, rules, self._min_prob)
+        for lane, (draft, beliefs) in zip(lanes, drafted, strict=True):
             self._committed(lane.follower)
-        return trees
+            self._calibration.remember(lane.request, draft, beliefs)
+            drafts.append(draft)
+        return drafts
 
     def _start(self, lane: Lane) -> Start:
         request, follower = lane.request, lane.follower
@@ -250,11 +255,12 @@ class EagleDrafter(Drafter):
             _joined(follower.waiting) if follower.waiting else None,
             _due(request, follower),
             follower.hidden_1C,
-            lane.nodes,
             lane.depth,
-            request.stop_ids,
-            self._calibration.ratio(request),
         )
+
+    def _grown(self, lane: Lane) -> Draft:
+        tree = depth_first(lane.growth.draft())  # whose survival stands for belief
+        return self._calibration.propose(lane.request, tree.tokens, tree.parents, tree.survival)
 
     def _grow(self, lanes: Sequence[Lane], plain: bool) -> None:
         """Let the trees of all lanes grow side by side, one pass per level."""

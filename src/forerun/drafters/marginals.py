@@ -60,9 +60,9 @@ def candidates(
 def _at_once(logits_BDU: Tensor, top_k: int, ids_U: Tensor | None) -> list[Candidates]:
     """The same where no place looks at more than its logits."""
     places = logits_BDU.shape[1]
-    columns_NK, logs_NK = best(logits_BDU.flatten(0, 1), min(top_k, logits_BDU.shape[2]))
+    columns_NK, beliefs_NK = best(logits_BDU.flatten(0, 1), min(top_k, logits_BDU.shape[2]))
     tokens = (columns_NK if ids_U is None else ids_U[columns_NK]).tolist()
-    beliefs = logs_NK.exp().tolist()
+    beliefs = beliefs_NK.tolist()
     ends = range(places, len(tokens) + 1, places)
     return [Candidates(tokens[end - places : end], beliefs[end - places : end]) for end in ends]
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.calibration import Calibration
-from forerun.drafters.marginals import Candidates, best_tree, candidates
+from forerun.drafters.base import DraftContext
+from forerun.drafters.marginals import Candidates
+from forerun.drafters.parallel import ParallelDrafter
 from forerun.drafters.static_tree import StaticTree
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
 from forerun.models.heads.medusa_runner import MedusaRunner
+from forerun.models.heads.rounds import Drafted, Rules, Wanted
 from forerun.models.hub import locate
-from forerun.models.target import opened
 
 TOP_K, NODES = 4, 16
 
@@ -54,7 +54,7 @@ class MedusaOptions(Settings):
         return self
 
 
-class Medusa(Drafter):
+class Medusa(ParallelDrafter):
     """One pass of the heads per round over the last hidden states of all requests.
 
     State per request is that one hidden state (with those of its pass), so there is nothing to
@@ -67,66 +67,60 @@ class Medusa(Drafter):
     example = "medusa:heads"
 
     def __init__(self, options: MedusaOptions, context: DraftContext) -> None:
-        self._target = opened(context.target, self.name)
+        super().__init__(context)
         info = context.target.info
         folder = locate(options.model)
         network = checkpoint.read(folder, info.dtype)
         config = network.config
         if problems := checkpoint.misfits(config, folder, info):
             raise ConfigError(problems[0])
-        self._tree = StaticTree.read(Path(options.tree).expanduser()) if options.tree else None
-        self._depth = self._tree.depth if self._tree else options.k or config.heads
+        self._tree = tree = (
+            StaticTree.read(Path(options.tree).expanduser()) if options.tree else None
+        )
+        self._depth = tree.depth if tree else options.k or config.heads
         if self._depth > config.heads:
             raise ConfigError(
                 f"{options.model} has {config.heads} heads and cannot look {self._depth} tokens "
                 f"ahead; use k={config.heads} or a tree of that depth"
             )
         self._runner = MedusaRunner(network, self._target, self._depth)
-        self._top_k = self._tree.width if self._tree else options.top_k or TOP_K
-        self._nodes = options.nodes or (self._depth if self._top_k == 1 else NODES)
-        self.makes_trees = self._top_k > 1
+        if tree:
+            top_k, nodes = tree.width, len(tree.parents)
+        else:
+            top_k = options.top_k or TOP_K
+            nodes = options.nodes or (self._depth if top_k == 1 else NODES)
+        self._guess(self._runner.ids_U, top_k, nodes)
         self.taps = (info.layers,)
         self._taps: dict[int, Tensor] = {}  # [R, 1, C], of the rows that were cached last
-        self._calibration = Calibration()
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        able = {
-            request.id: request
-            for request, budget in zip(requests, budgets, strict=True)
-            if budget > 0 and request.id in self._taps
-        }
-        if not able:
-            return [Draft()] * len(requests)
-        hidden_BC = torch.cat([self._taps[id][-1] for id in able])
-        logits_BDU = self._runner.logits(hidden_BC, min(self._depth, max(budgets)))
-        found = candidates(
-            list(able.values()),
-            logits_BDU,
-            self._top_k,
-            self._runner.ids_U,
-            self._target.info.vocab_size,
-        )
-        ranked = dict(zip(able, found, strict=True))
-        return [
-            self._draft(request, ranked[request.id], budget) if request.id in able else Draft()
-            for request, budget in zip(requests, budgets, strict=True)
-        ]
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
         for request, taps_RTC in zip(requests, taps, strict=True):
             self._calibration.settle(request)
-            self._taps[request.id] = taps_RTC
+            self._taps[request.id] = taps_RTC.contiguous()
 
     def release(self, request: Request) -> None:
         self._taps.pop(request.id, None)
         self._calibration.forget(request)
 
-    def _draft(self, request: Request, ranked: Candidates, budget: int) -> Draft:
+    def _is_ready(self, request: Request) -> bool:
+        return request.id in self._taps
+
+    def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
+        hidden_BC = torch.cat([self._taps[request.id][-1] for request in requests])
+        return self._runner.logits(hidden_BC, min(self._depth, depth))
+
+    def _tree_of(self, ranked: Candidates, nodes: int, request: Request) -> Draft:
         if self._tree:
-            tree = self._tree.fill(ranked, budget, request.stop_ids)
-        else:
-            tree = best_tree(ranked, min(budget, self._nodes), request.stop_ids)
-        # Until here, survival stands for the belief in a node given its parent.
-        return self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)
+            return self._tree.fill(ranked, nodes, request.stop_ids)
+        return super()._tree_of(ranked, nodes, request)
+
+    def _has_rounds(self) -> bool:
+        return self._runner.rounds is not None and self._tree is None
+
+    def _round(
+        self, requests: Sequence[Request], wanted: Sequence[Wanted], rules: Rules
+    ) -> list[Drafted]:
+        assert self._runner.rounds
+        return self._runner.rounds.draft([self._taps[each.id] for each in requests], wanted, rules)

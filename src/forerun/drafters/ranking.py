@@ -33,7 +33,7 @@ def rank(
     """
     top_k = min(top_k, logits_NU.shape[1])
     if all(place.is_argmax for place in places):
-        columns_NK, beliefs_NK = _best(logits_NU, top_k)
+        columns_NK, beliefs_NK = best(logits_NU, top_k)
         return (columns_NK if ids_U is None else ids_U[columns_NK]), beliefs_NK
     parts = []
     begin = 0
@@ -47,20 +47,14 @@ def rank(
     return (columns_NK if ids_U is None else ids_U[columns_NK]), beliefs_NK
 
 
-def _best(scores_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The largest scores; beliefs are their share in a softmax."""
-    columns_NK, logs_NK = best(scores_NC, top_k)
-    return columns_NK, logs_NK.exp()
-
-
 def _rank_alike(
     logits_NU: Tensor, place: Place, top_k: int, ids_U: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Rows of one request at one position, edited already."""
     if place.request.params.greedy:
-        return _best(logits_NU, top_k)
+        return best(logits_NU, top_k)
     columns_NC, scores_NC = sampling.contenders(logits_NU, place, ids_U)
-    order_NK, beliefs_NK = _best(scores_NC, top_k)
+    order_NK, beliefs_NK = best(scores_NC, top_k)
     return columns_NC.gather(1, order_NK), beliefs_NK
 
 

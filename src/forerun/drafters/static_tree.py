@@ -75,6 +75,16 @@ class StaticTree:
         )
 
 
+def write(paths: Sequence[Sequence[int]], file: Path) -> None:
+    """As `StaticTree.read` reads it. Raises `ConfigError` where the file cannot be written."""
+    try:
+        file.write_text(json.dumps(paths) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be written ({error.strerror}); name another file"
+        ) from None
+
+
 def optimal(accuracies: Sequence[Sequence[float]], nodes: int) -> list[list[int]]:
     """The paths of the static tree of `nodes` nodes with the most expected tokens.
 
@@ -90,11 +100,13 @@ def optimal(accuracies: Sequence[Sequence[float]], nodes: int) -> list[list[int]
 
 
 def expected_tokens(paths: Sequence[Sequence[int]], accuracies: Sequence[Sequence[float]]) -> float:
-    """Tokens of a step, the target's own included, with a tree of these paths."""
+    """Tokens of a step, the target's own included, with a tree of these paths; accuracies are read
+    as `optimal` reads them."""
+    falling = [sorted(row, reverse=True) for row in accuracies]
     total = 1.0
     for ranks in paths:
         chance = 1.0
-        for row, rank in zip(accuracies, ranks, strict=False):
+        for row, rank in zip(falling, ranks, strict=False):
             chance *= row[rank]
         total += chance
     return total

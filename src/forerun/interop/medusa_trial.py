@@ -7,6 +7,7 @@ order, heads that are one place off, and heads that only repeat what the target 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from forerun.interop.trial import Speech, Trial, is_better, tried
 from forerun.models.heads.medusa import MedusaHeads
 from forerun.models.target import OpenTarget
+from forerun.models.topk import best
+
+RANKS = 10  # candidates of a head that are judged, as in published trees
 
 
 def trial(heads: MedusaHeads, target: OpenTarget, speeches: Sequence[Speech]) -> Trial:
@@ -22,7 +26,7 @@ def trial(heads: MedusaHeads, target: OpenTarget, speeches: Sequence[Speech]) ->
     count = heads.config.heads
     hits = torch.cat([_hits(heads, target, speech) for speech in speeches])
     own = list(range(1, count + 1))
-    best = [_best(hits[:, head], head + 1) for head in range(count)]
+    found = [_best(hits[:, head], head + 1) for head in range(count)]
     others = [
         (
             "states in front of the final norm",
@@ -30,16 +34,30 @@ def trial(heads: MedusaHeads, target: OpenTarget, speeches: Sequence[Speech]) ->
             partial(_in_place, heads, target, places=own, normed=False),
         )
     ]
-    if best != own:
-        named = ", ".join(map(str, best))
+    if found != own:
+        named = ", ".join(map(str, found))
         others.append(
             (
                 f"heads read as guessing {named} places on instead of {', '.join(map(str, own))}",
-                _remedy(best, own),
-                partial(_in_place, heads, target, places=best),
+                _remedy(found, own),
+                partial(_in_place, heads, target, places=found),
             )
         )
-    return tried("head", speeches, partial(_in_place, heads, target, places=own), others)
+    trial = tried("head", speeches, partial(_in_place, heads, target, places=own), others)
+    return replace(trial, right_by_rank=right_by_rank(heads, target, speeches))
+
+
+def right_by_rank(
+    heads: MedusaHeads, target: OpenTarget, speeches: Sequence[Speech]
+) -> list[list[float]]:
+    """Per head and rank, how often that candidate was what the target said in the head's place."""
+    own = slice(1, heads.config.heads + 1)
+    right_AKR = [
+        _said(heads, target, speech, ranks=RANKS) == _behind(heads, speech)[:, own, None]
+        for speech in speeches
+    ]
+    shares: list[list[float]] = torch.cat(right_AKR).float().mean(0).tolist()
+    return shares
 
 
 def _best(hits_AP: Tensor, own: int) -> int:
@@ -68,19 +86,34 @@ def _in_place(
     return torch.stack([hits_AKP[:, head, place] for head, place in enumerate(places)], 1)
 
 
-@torch.inference_mode()
 def _hits(heads: MedusaHeads, target: OpenTarget, speech: Speech, normed: bool = True) -> Tensor:
     """[A, K, P]: whether each head says the token P places on. Place 0 is the last known token,
     which the target said itself of the state that the heads read."""
-    reach = heads.config.heads + 1
-    places_A = speech.places(reach)
-    states_AC = speech.taps_RBC[places_A - 1, -1]
+    said_AK = _said(heads, target, speech, normed)[..., 0]
+    hits_AKP: Tensor = said_AK[..., None] == _behind(heads, speech)[:, None]
+    return hits_AKP
+
+
+@torch.inference_mode()
+def _said(
+    heads: MedusaHeads, target: OpenTarget, speech: Speech, normed: bool = True, ranks: int = 1
+) -> Tensor:
+    """[A, K, ranks]: the likeliest tokens of each head behind each place, best first."""
+    states_AC = speech.taps_RBC[_places(heads, speech) - 1, -1]
     if normed:
         states_AC = target.final_norm(states_AC)
-    said_AK = heads(states_AC, target.head_logits).argmax(-1)
+    logits_AKU = heads(states_AC, target.head_logits)
+    columns_NR, _ = best(logits_AKU.flatten(0, 1), min(ranks, logits_AKU.shape[-1]))
     if heads.token_map is not None:
-        said_AK = heads.token_map[said_AK]
-    known_A1 = torch.tensor(speech.tokens)[places_A, None]
-    truth_AP = torch.cat((known_A1, speech.said(reach)), 1)
-    hits_AKP: Tensor = said_AK.cpu()[..., None] == truth_AP[:, None]
-    return hits_AKP
+        columns_NR = heads.token_map[columns_NR]
+    return columns_NR.unflatten(0, logits_AKU.shape[:2]).cpu()
+
+
+def _behind(heads: MedusaHeads, speech: Speech) -> Tensor:
+    """[A, P]: the last known token at each place, and what was said behind it."""
+    known_A1 = torch.tensor(speech.tokens)[_places(heads, speech), None]
+    return torch.cat((known_A1, speech.said(heads.config.heads + 1)), 1)
+
+
+def _places(heads: MedusaHeads, speech: Speech) -> Tensor:
+    return speech.places(heads.config.heads + 1)

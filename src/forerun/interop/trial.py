@@ -65,12 +65,15 @@ class Trial:
     """Which drafted tokens were right, as the checkpoint is read and as it could be.
 
     unit: what drafts one token. commonest: share of the commonest token among those drafted first.
+    right_by_rank: per drafted token and rank, the share of places where that candidate was right;
+    of Medusa heads alone, for trees of fixed shape.
     """
 
     unit: str
     right_AK: Tensor
     commonest: float
     others: Sequence[Other] = field(default=())
+    right_by_rank: Sequence[Sequence[float]] = field(default=())
 
     @property
     def near_chance(self) -> bool:
@@ -108,6 +111,7 @@ class Trial:
         return {
             "places": len(self.right_AK),
             "right": _shares(self.right_AK),
+            "right_by_rank": self.right_by_rank or None,
             "commonest_token": self.commonest,
             "near_chance": self.near_chance,
             "other_readings": {other.reading: _shares(other.right_AK) for other in self.others},

@@ -123,6 +123,22 @@ class Compiled:
         )
         return out_NC
 
+    def add_silu(self, x_NC: Tensor, y_NC: Tensor) -> Tensor:
+        x_NC = x_NC.contiguous()
+        rows, size = x_NC.shape
+        assert y_NC.stride(1) == 1, "columns lie side by side"
+        out_NC = torch.empty_like(x_NC)
+        self.lib.add_silu(
+            x_NC.data_ptr(),
+            y_NC.data_ptr(),
+            y_NC.stride(0),
+            out_NC.data_ptr(),
+            rows,
+            size,
+            self.bf16,
+        )
+        return out_NC
+
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: PackedMatrix) -> Tensor:
         logits_NV = torch.empty(len(hidden_NC), head.address.out)
         normed_NC = torch.empty_like(hidden_NC)

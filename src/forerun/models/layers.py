@@ -87,6 +87,10 @@ class Backend(Protocol):
         """The norm of the layers, [N, C]."""
         ...
 
+    def add_silu(self, x_NC: Tensor, y_NC: Tensor) -> Tensor:
+        """x + SiLU(y), [N, C]. Rows of y may lie apart from each other."""
+        ...
+
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: Matrix) -> Tensor:
         """Final norm, unless it is None, and head: [N, V], float32."""
         ...

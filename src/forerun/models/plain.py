@@ -64,14 +64,17 @@ class Plain:
     def norm(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
         return self._norm(x_NC, weight_C)
 
+    def add_silu(self, x_NC: Tensor, y_NC: Tensor) -> Tensor:
+        return x_NC + functional.silu(y_NC)
+
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: Linear) -> Tensor:
         return head(hidden_NC if norm_C is None else self._norm(hidden_NC, norm_C)).float()
 
     def rank(
         self, hidden_NC: Tensor, norm_C: Tensor | None, head: Linear, top_k: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        columns_NK, logs_NK = best(self.logits(hidden_NC, norm_C, head), top_k)
-        return columns_NK.tolist(), logs_NK.exp().tolist()
+        columns_NK, shares_NK = best(self.logits(hidden_NC, norm_C, head), top_k)
+        return columns_NK.tolist(), shares_NK.tolist()
 
     def _attend_half(self, layer: Layer, x_RC: Tensor, beside_RC: Tensor | None) -> Tensor:
         read_RX = x_RC

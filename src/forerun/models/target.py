@@ -13,7 +13,7 @@ from forerun.errors import ConfigError
 from forerun.models.cache import KVStore, Span
 
 if TYPE_CHECKING:
-    from forerun.models.layers import Backend
+    from forerun.models.layers import Backend, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,14 @@ class OpenTarget(Target, Protocol):
     """A target that lends its two ends to drafters built on its hidden states. C hidden size.
 
     backend: what computes its layers, and can compute what else reads states of their size.
-    embedding_VC: what `embed` looks up, not scaled.
+    embedding_VC: what `embed` looks up, not scaled. final_norm_C, head: what `final_norm` and
+    `head_logits` compute with, as the backend lays it out.
     """
 
     backend: Backend
     embedding_VC: Tensor
+    final_norm_C: Tensor
+    head: Matrix
 
     def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
         """What the first layer is fed, [N, C]; without the embedding scale if not `scaled`."""

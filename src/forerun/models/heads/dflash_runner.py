@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.cache import KVStore
+from forerun.models.compiled import Compiled
 from forerun.models.heads.dflash import DFlash
+from forerun.models.heads.dflash_round import Blocks, DFlashRounds
 from forerun.models.heads.fused import (
     draft_backend,
     draft_rope,
@@ -22,6 +24,7 @@ from forerun.models.heads.fused import (
     norm_weight,
     required,
 )
+from forerun.models.heads.rounds import lent_head
 from forerun.models.packing import Packed
 from forerun.models.target import OpenTarget
 
@@ -31,7 +34,7 @@ class DFlashRunner:
 
     The network itself is not kept: it was laid out anew. store: the keys and values of the context,
     `slots` tokens of it; blocks are computed in the slots behind. ids_U: the target's ids of the
-    draft's tokens where they differ.
+    draft's tokens where they differ. rounds: greedy rounds in one call each, where they can be had.
     """
 
     def __init__(self, network: DFlash, target: OpenTarget, slots: int) -> None:
@@ -66,6 +69,29 @@ class DFlashRunner:
             )
             for index, (layer, rule) in enumerate(zip(layers, c.attention, strict=True))
         ]
+
+        self.rounds = self._compiled_rounds()
+
+    def _compiled_rounds(self) -> DFlashRounds | None:
+        """Not for the few drafts that scale or cap what goes in and out."""
+        c, own = self.config, self._embedding_VC
+        head = lent_head(self._target) if self._head is None else self._head
+        as_it_is = c.embedding_scale == c.logit_scale == 1 and c.logit_softcap is None
+        if not isinstance(self._backend, Compiled) or head is None or not as_it_is:
+            return None
+        embedding_VC = self._target.embedding_VC if own is None else own
+        blocks = Blocks(
+            self._layers,
+            embedding_VC,
+            embedding_VC[c.mask_token] if self._mask_C is None else self._mask_C,
+            self._fc,
+            head,
+            self._context_norm_C,
+            self._last_norm_C,
+            c.first_slot,
+            self.ids_U,
+        )
+        return DFlashRounds(self._backend, self.store, blocks)
 
     def append(self, packed: Packed, taps_RTE: Tensor) -> None:
         """Put the keys and values of context tokens into the store; see `DFlash.context_kv`."""

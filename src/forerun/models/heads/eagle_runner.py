@@ -125,8 +125,8 @@ class EagleRunner:
         """The target's ids of the `top_k` likeliest tokens behind rows that gave these states, best
         first, and how likely they are."""
         if self._head is None:
-            columns_NK, logs_NK = best(self.logits(hidden_NC), top_k)
-            return columns_NK.tolist(), logs_NK.exp().tolist()
+            columns_NK, shares_NK = best(self.logits(hidden_NC), top_k)
+            return columns_NK.tolist(), shares_NK.tolist()
         norm_C = None if self._norm_output else self._last_norm_C
         columns, shares = self._backend.rank(hidden_NC, norm_C, self._head, top_k)
         if (ids := self._ids) is not None:

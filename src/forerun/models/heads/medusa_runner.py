@@ -10,17 +10,20 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from forerun.models.compiled import Compiled
 from forerun.models.heads.fused import fused
 from forerun.models.heads.medusa import Block, MedusaHeads
+from forerun.models.heads.medusa_round import Heads, MedusaRounds
+from forerun.models.heads.rounds import lent_head
 from forerun.models.target import OpenTarget
 
 
 class MedusaRunner:
     """The first `count` heads of a set. The network itself is not kept: it was laid out anew.
 
-    ids_U: the target's ids of the heads' tokens where they differ.
+    ids_U: the target's ids of the heads' tokens where they differ. rounds: greedy rounds in one
+    call each, where they can be had.
     """
 
     def __init__(self, network: MedusaHeads, target: OpenTarget, count: int) -> None:
@@ -38,6 +41,17 @@ class MedusaRunner:
         heads = _linears(list(network.lm_heads)[:count])
         self._heads = [fused(self._backend, head) for head in heads]
         self._count = count
+        self.rounds = self._compiled_rounds()
+
+    def _compiled_rounds(self) -> MedusaRounds | None:
+        outputs, lent = self._heads, lent_head(self._target)
+        if not outputs and lent is not None:
+            outputs = [lent]
+        if not isinstance(self._backend, Compiled) or not outputs:
+            return None
+        norm_C = self._target.final_norm_C
+        heads = Heads(self._count, norm_C, self._first, self._others, outputs, self.ids_U)
+        return MedusaRounds(self._backend, heads)
 
     def logits(self, hidden_NC: Tensor, heads: int) -> Tensor:
         """[N, K, U], float32, of the first `heads` heads.
@@ -61,13 +75,15 @@ class MedusaRunner:
         """What each head's output matrix reads, [K, N, C]."""
         if self._first is None:
             return normed_NC.expand(self._count, -1, -1).contiguous()
-        first_NKC = self._backend.linear(normed_NC, self._first).unflatten(1, (self._count, -1))
-        states_KNC = (normed_NC[:, None] + functional.silu(first_NKC)).transpose(0, 1).contiguous()
+        first_NX = self._backend.linear(normed_NC, self._first)
+        states = [
+            self._backend.add_silu(normed_NC, first_NC)
+            for first_NC in first_NX.chunk(self._count, 1)
+        ]
         for layer in self._others:
-            both = zip(states_KNC, layer, strict=True)
-            added_KNC = torch.stack([self._backend.linear(x_NC, matrix) for x_NC, matrix in both])
-            states_KNC = states_KNC + functional.silu(added_KNC)
-        return states_KNC
+            added = [self._backend.linear(*pair) for pair in zip(states, layer, strict=True)]
+            states = [self._backend.add_silu(*pair) for pair in zip(states, added, strict=True)]
+        return torch.stack(states)
 
 
 def _linears(modules: Sequence[nn.Module]) -> list[nn.Linear]:

@@ -22,8 +22,10 @@ import torch
 from forerun.home import cache_folder
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / "kernels.c", FOLDER / "drafting.c"]
-HEADER = FOLDER / "kernels.h"
+VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best")
+ROUNDS = ("eagle", "medusa", "dflash")
+SOURCES = [FOLDER / f"{name}.c" for name in ("kernels", "rounds", "marginals", *ROUNDS)]
+HEADERS = [FOLDER / "kernels.h", FOLDER / "rounds.h"]
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
 MAX_HEAD, MAX_GROUP, LANES, COLUMNS = 256, 64, 16, 32  # as in kernels.c
@@ -94,62 +96,6 @@ class Layer(ctypes.Structure):
     )
 
 
-class Network(ctypes.Structure):
-    """Mirror of `Network` in drafting.c."""
-
-    _fields_ = (
-        ("bf16", ctypes.c_int32),
-        ("dim", ctypes.c_int32),
-        ("features", ctypes.c_int32),
-        ("layer_count", ctypes.c_int32),
-        ("norm_count", ctypes.c_int32),
-        ("layers", ctypes.c_void_p),
-        ("feature_norms", ctypes.c_void_p),
-        ("embedding", ctypes.c_void_p),
-        ("fc", Matrix),
-        ("head", Matrix),
-        ("last_norm", ctypes.c_void_p),
-        ("norm_eps", ctypes.c_float),
-        ("norm_output", ctypes.c_int32),
-        ("size", ctypes.c_int32),
-        ("ids", ctypes.c_void_p),
-    )
-
-
-class Rules(ctypes.Structure):
-    """Mirror of `Rules` in drafting.c."""
-
-    _fields_ = (
-        ("width", ctypes.c_int32),
-        ("bins", ctypes.c_int32),
-        ("floor", ctypes.c_double),
-        ("most", ctypes.c_double),
-        ("ratios", ctypes.c_void_p),
-    )
-
-
-class Lane(ctypes.Structure):
-    """Mirror of `Lane` in drafting.c."""
-
-    _fields_ = (
-        ("base", ctypes.c_int32),
-        ("length", ctypes.c_int32),
-        ("due", ctypes.c_int32),
-        ("nodes", ctypes.c_int32),
-        ("depth", ctypes.c_int32),
-        ("end_count", ctypes.c_int32),
-        ("fed", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("ends", ctypes.c_void_p),
-        ("hidden", ctypes.c_void_p),
-        ("ratio", ctypes.c_double),
-        ("draft", ctypes.c_void_p),
-        ("parents", ctypes.c_void_p),
-        ("beliefs", ctypes.c_void_p),
-        ("count", ctypes.c_int32),
-    )
-
-
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had."""
@@ -177,7 +123,7 @@ def _build(compiler: str) -> Path:
 def _compiled(command: list[str]) -> Path:
     """The library that this command makes of the sources, from the cache if it is there."""
     key = hashlib.sha256()
-    for source in (HEADER, *SOURCES):
+    for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes())
     for part in (torch.__version__, *command, _processor()):
         key.update(part.encode())
@@ -225,11 +171,16 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.append.argtypes = (pointer, pointer, int32, pointer)
     lib.linear.argtypes = (pointer, pointer, pointer, int32, int32)
     lib.norm.argtypes = (pointer, pointer, real, pointer, int32, int32, int32)
-    lib.best.argtypes = (pointer, int32, int32, int32, pointer, pointer)
+    lib.add_silu.argtypes = (pointer, pointer, ctypes.c_int64, pointer, int32, int32, int32)
+    lib.best.argtypes = (pointer, int32, int32, int32, int32, pointer, pointer)
     lib.logits.argtypes = (pointer, pointer, real, pointer, pointer, pointer, int32, int32)
     lib.rank.argtypes = (*lib.logits.argtypes, int32, int32, pointer, pointer)
-    for name in ("prepare", "run", "append", "linear", "norm", "logits", "best", "rank"):
+    for name in VOIDS:
         getattr(lib, name).restype = None
-    lib.draft_round.argtypes = (pointer, pointer, pointer, int32)
-    lib.draft_round.restype = ctypes.c_double
+    trees = (pointer, pointer, int32)
+    lib.eagle_round.argtypes = (pointer, pointer, ctypes.c_double, pointer, *trees)
+    lib.medusa_round.argtypes = (pointer, pointer, pointer, *trees)
+    lib.dflash_round.argtypes = (pointer, pointer, int32, pointer, *trees)
+    for name in ("rank", *(f"{name}_round" for name in ROUNDS)):
+        getattr(lib, name).restype = ctypes.c_double
     return lib

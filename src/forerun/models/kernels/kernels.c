@@ -14,6 +14,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -179,6 +180,20 @@ static void gated(const void *gate_up, void *out, int32_t rows, int32_t dim, int
     for (int32_t r = 0; r < rows; r++)
         if (bf16) gelu ? gate_row(gate_up, out, r, dim, 1, 1) : gate_row(gate_up, out, r, dim, 0, 1);
         else gelu ? gate_row(gate_up, out, r, dim, 1, 0) : gate_row(gate_up, out, r, dim, 0, 0);
+}
+
+INLINE void add_silu_row(const void *x, const void *y, int64_t y_at, void *out, int64_t at, int dim,
+                         int bf16) {
+    for (int d = 0; d < dim; d += LANES)
+        store(out, at + d, load(x, at + d, bf16) + activate(load(y, y_at + d, bf16), 0), bf16);
+}
+
+/* out = x + SiLU(y), rows of `dim`; those of y begin `stride` apart. out may be x. */
+void add_silu(const void *x, const void *y, int64_t stride, void *out, int32_t rows, int32_t dim,
+              int32_t bf16) {
+    for (int64_t r = 0; r < rows; r++)
+        if (bf16) add_silu_row(x, y, r * stride, out, r * dim, dim, 1);
+        else add_silu_row(x, y, r * stride, out, r * dim, dim, 0);
 }
 
 #define COLUMNS 32 /* of a block of a packed weight: two vectors */
@@ -755,62 +770,141 @@ void logits(const void *x, const float *norm, float eps, const Matrix *head, voi
     }
 }
 
-#define CHUNK 64
+/* Ranking. Parts of a row are looked over by the threads that have just computed them; what is found
+ * does not depend on how many threads there are. */
 
-/* The `count` largest of `size` scores, best first and the lowest column first in a tie, and the log
- * of their share in a softmax. */
-static void best_of_row(const float *x, int32_t size, int32_t count, int64_t *columns, float *logs) {
-    vf total = {0};
-    int32_t whole = size / LANES * LANES, found = 0;
-    for (int32_t begin = 0; begin < size; begin += CHUNK) {
-        int32_t end = begin + CHUNK < size ? begin + CHUNK : size;
-        if (found == count && end - begin == CHUNK) { /* most hold nothing new */
-            vf a = larger(load(x, begin, 0), load(x, begin + LANES, 0));
-            vf b = larger(load(x, begin + 2 * LANES, 0), load(x, begin + 3 * LANES, 0));
-            if (!(max(larger(a, b)) > logs[count - 1])) continue;
-        }
-        for (int32_t i = begin; i < end; i++) {
-            if (found == count && !(x[i] > logs[count - 1])) continue;
-            int32_t at = found < count ? found++ : count - 1;
-            for (; at && x[i] > logs[at - 1]; at--) {
-                logs[at] = logs[at - 1];
-                columns[at] = columns[at - 1];
-            }
-            logs[at] = x[i];
-            columns[at] = i;
-        }
+#define CHUNK 64 /* columns; only few of them hold any of the best */
+#define PARTS_OF_ROW 8
+#define COST_OF_A_SCORE 8 /* multiplications: its exponential */
+
+typedef struct { /* of the exponentials of some scores, in units of the largest */
+    float largest, total;
+} Mass;
+
+/* Scratch of rows with so many chunks, kept. */
+static float *ranking_scratch(int32_t rows, int32_t floats) {
+    static _Thread_local float *scratch;
+    static _Thread_local size_t room;
+    size_t wanted = (size_t)rows * floats;
+    if (room < wanted) {
+        free(scratch);
+        scratch = malloc(wanted * sizeof(float));
+        room = wanted;
     }
-    float largest = logs[0];
-    for (int32_t i = 0; i < whole; i += LANES) total += exponential(load(x, i, 0) - largest);
-    float sum_of_all = sum(total);
-    for (int32_t i = whole; i < size; i++) sum_of_all += expf(x[i] - largest);
-    float log_sum = logf(sum_of_all) + largest;
-    for (int32_t i = 0; i < count; i++) logs[i] -= log_sum;
+    return scratch;
 }
 
-/* columns, logs [rows, count] of scores [rows, size] */
-void best(const float *scores, int32_t rows, int32_t size, int32_t count, int64_t *columns,
-          float *logs) {
-#pragma omp parallel for schedule(static) if (rows > 1 && (int64_t)rows * size > WORTH_A_TEAM)
-    for (int32_t r = 0; r < rows; r++)
-        best_of_row(scores + (int64_t)r * size, size, count, columns + (int64_t)r * count,
-                    logs + (int64_t)r * count);
+static float largest_of(const float *x, int32_t begin, int32_t end) {
+    vf found = splat(-INFINITY);
+    int32_t i = begin;
+    for (; i + LANES <= end; i += LANES) found = larger(found, load(x, i, 0));
+    float largest = max(found);
+    for (; i < end; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
 }
 
-/* From states x to the best of their logits: `logits`, then `best` with shares instead of logs.
+/* The largest score of every chunk from `begin` on, which begins one, and the mass of all. */
+static Mass look_over(const float *x, int32_t begin, int32_t end, float *maxima) {
+    float largest = -INFINITY;
+    for (int32_t at = begin; at < end; at += CHUNK) {
+        float found = largest_of(x, at, at + CHUNK < end ? at + CHUNK : end);
+        maxima[at / CHUNK] = found;
+        if (found > largest) largest = found;
+    }
+    if (largest == -INFINITY) return (Mass){largest, 0}; /* nothing there, or all of it forbidden */
+    vf totals = {0};
+    int32_t i = begin;
+    for (; i + LANES <= end; i += LANES) totals += exponential(load(x, i, 0) - largest);
+    float total = sum(totals);
+    for (; i < end; i++) total += expf(x[i] - largest);
+    return (Mass){largest, total};
+}
+
+/* Put a score into the best of those before it. */
+static void insert(float score, int64_t column, int32_t count, int32_t *found, int64_t *columns,
+                   float *scores) {
+    if (*found == count && !(score > scores[count - 1])) return;
+    int32_t at = *found < count ? (*found)++ : count - 1;
+    for (; at && score > scores[at - 1]; at--) {
+        scores[at] = scores[at - 1];
+        columns[at] = columns[at - 1];
+    }
+    scores[at] = score;
+    columns[at] = column;
+}
+
+/* The `count` largest scores, best first and the lowest column first in a tie, and their shares. */
+static void pick(const float *x, int32_t size, const float *maxima, const Mass masses[PARTS_OF_ROW],
+                 int32_t count, int64_t *columns, float *shares) {
+    int32_t chunks = (size + CHUNK - 1) / CHUNK, found = 0;
+    for (int32_t c = 0; c < chunks; c++) insert(maxima[c], c, count, &found, columns, shares);
+    /* So many chunks have a score that is no less. */
+    float bound = found < count ? -INFINITY : shares[count - 1];
+    found = 0;
+    for (int32_t c = 0; c < chunks; c++) {
+        if (!(maxima[c] >= bound)) continue;
+        int32_t end = (c + 1) * CHUNK < size ? (c + 1) * CHUNK : size;
+        for (int32_t i = c * CHUNK; i < end; i++) insert(x[i], i, count, &found, columns, shares);
+    }
+    float largest = shares[0], total = 0;
+    for (int32_t p = 0; p < PARTS_OF_ROW; p++)
+        total += masses[p].total * expf(masses[p].largest - largest);
+    float log_sum = logf(total) + largest;
+    for (int32_t i = 0; i < count; i++) shares[i] = expf(shares[i] - log_sum);
+}
+
+static int32_t floats_of_ranking(int32_t size) {
+    return PARTS_OF_ROW * sizeof(Mass) / sizeof(float) + (size + CHUNK - 1) / CHUNK;
+}
+
+static void best_of_rows(const float *scores, int32_t rows, int32_t stride, int32_t size,
+                         int32_t count, int64_t *columns, float *shares, float *scratch) {
+    int32_t floats = floats_of_ranking(size), chunks = (size + CHUNK - 1) / CHUNK;
+    int32_t length = (chunks + PARTS_OF_ROW - 1) / PARTS_OF_ROW * CHUNK;
+#pragma omp for schedule(static)
+    for (int32_t part = 0; part < PARTS_OF_ROW; part++)
+        for (int64_t r = 0; r < rows; r++) {
+            Mass *masses = (Mass *)(scratch + r * floats);
+            int32_t begin = part * length, end = begin + length < size ? begin + length : size;
+            masses[part] = look_over(scores + r * stride, begin, end, (float *)(masses + PARTS_OF_ROW));
+        }
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const Mass *masses = (const Mass *)(scratch + r * floats);
+        pick(scores + r * stride, size, (const float *)(masses + PARTS_OF_ROW), masses, count,
+             columns + r * count, shares + r * count);
+    }
+}
+
+/* columns, shares [rows, count] of the best of scores [rows, stride], of which `size` are no padding:
+ * shares in a softmax over all. */
+void best(const float *scores, int32_t rows, int32_t stride, int32_t size, int32_t count,
+          int64_t *columns, float *shares) {
+    float *scratch = ranking_scratch(rows, floats_of_ranking(size));
+#pragma omp parallel if ((int64_t)rows * size * COST_OF_A_SCORE > WORTH_A_TEAM)
+    best_of_rows(scores, rows, stride, size, count, columns, shares, scratch);
+}
+
+double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+/* From states x to the best of their logits: `logits`, then `best`, whose seconds are returned.
  * scores is scratch, [rows, head->out], of which `size` are no padding. */
-void rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
+double rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
           float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
           float *shares) {
+    float *scratch = ranking_scratch(rows, floats_of_ranking(size));
+    double begin = 0;
 #pragma omp parallel if ((int64_t)rows * head->in * head->out > WORTH_A_TEAM)
     {
         if (norm) rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
         product(head, norm ? normed : x, NULL, scores, rows, bf16, 0);
-#pragma omp for schedule(static)
-        for (int32_t r = 0; r < rows; r++) {
-            float *own = shares + (int64_t)r * count;
-            best_of_row(scores + (int64_t)r * head->out, size, count, columns + (int64_t)r * count, own);
-            for (int32_t i = 0; i < count; i++) own[i] = expf(own[i]);
-        }
+#pragma omp master
+        begin = now();
+        best_of_rows(scores, rows, head->out, size, count, columns, shares, scratch);
     }
+    return now() - begin;
 }

@@ -52,6 +52,14 @@ void run(const Pass *pass, const Layer *const layers[], int32_t count, const voi
 void linear(const Matrix *m, const void *x, void *out, int32_t rows, int32_t bf16);
 void norm(const void *x, const float *weight, float eps, void *out, int32_t rows, int32_t dim,
           int32_t bf16);
-void rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
-          float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
-          float *shares);
+void append(const Pass *pass, const Layer *const layers[], int32_t count, const void *x);
+void add_silu(const void *x, const void *y, int64_t stride, void *out, int32_t rows, int32_t dim,
+              int32_t bf16);
+void logits(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
+            float *out, int32_t rows, int32_t bf16);
+void best(const float *scores, int32_t rows, int32_t stride, int32_t size, int32_t count,
+          int64_t *columns, float *shares);
+double rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
+            float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
+            float *shares);
+double now(void);

@@ -1,0 +1,105 @@
+"""Drafters that guess all places ahead at once, each by itself: Medusa heads and DFlash blocks.
+
+One pass per round gives a law for each place; what is made of them is in `marginals.py`, and for
+greedy requests, pass included, in one compiled call (kernels/marginals.c).
+
+B requests, D places ahead, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from forerun.core import Draft, Request
+from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.calibration import MOST, Calibration
+from forerun.drafters.marginals import Candidates, best_tree, candidates
+from forerun.models.heads.rounds import Drafted, Rules, Wanted
+from forerun.models.target import opened
+from forerun.sampling import Place
+
+
+class ParallelDrafter(Drafter):
+    """What is left to a family: its state per request, its pass."""
+
+    def __init__(self, context: DraftContext) -> None:
+        self._target = opened(context.target, self.name)
+        self._calibration = Calibration()
+
+    def _guess(self, ids_U: Tensor | None, top_k: int, nodes: int) -> None:
+        """Propose up to `nodes` tokens of the `top_k` likeliest of each place.
+
+        ids_U: the target's ids of the draft's tokens where they differ.
+        """
+        self._ids_U = ids_U
+        self._top_k = min(top_k, self._target.info.vocab_size if ids_U is None else len(ids_U))
+        self._nodes = nodes
+        self.makes_trees = top_k > 1
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        asked, nodes = [], []
+        for request, budget in zip(requests, budgets, strict=True):
+            if budget > 0 and self._is_ready(request):
+                asked.append(request)
+                nodes.append(min(budget, self._nodes))
+        if not asked:
+            return [Draft()] * len(requests)
+        if self._has_rounds() and all(Place(request).is_argmax for request in asked):
+            drafts = self._in_one_call(asked, nodes)
+        else:
+            drafts = self._step_by_step(asked, nodes)
+        if len(asked) == len(requests):
+            return drafts
+        found = {request.id: draft for request, draft in zip(asked, drafts, strict=True)}
+        return [found.get(request.id, Draft()) for request in requests]
+
+    def _step_by_step(self, requests: Sequence[Request], nodes: Sequence[int]) -> list[Draft]:
+        logits_BDU = self._logits(requests, max(nodes))
+        vocab_size = self._target.info.vocab_size
+        found = candidates(requests, logits_BDU, self._top_k, self._ids_U, vocab_size)
+        drafts = []
+        for request, ranked, most in zip(requests, found, nodes, strict=True):
+            tree = self._tree_of(ranked, most, request)  # whose survival stands for belief
+            drafts.append(
+                self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)
+            )
+        return drafts
+
+    def _in_one_call(self, requests: Sequence[Request], nodes: Sequence[int]) -> list[Draft]:
+        calibration = self._calibration
+        wanted = [
+            Wanted(most, request.stop_ids, calibration.ratio(request))
+            for request, most in zip(requests, nodes, strict=True)
+        ]
+        rules = Rules(self._top_k, calibration.ratios, MOST)
+        drafts = []
+        for request, drafted in zip(requests, self._round(requests, wanted, rules), strict=True):
+            draft, beliefs = drafted
+            calibration.remember(request, draft, beliefs)
+            drafts.append(draft)
+        return drafts
+
+    def _tree_of(self, ranked: Candidates, nodes: int, request: Request) -> Draft:
+        """The tree to propose; survival is the belief in each node given its parent."""
+        return best_tree(ranked, nodes, request.stop_ids)
+
+    @abstractmethod
+    def _is_ready(self, request: Request) -> bool:
+        """Whether there is something to draft from."""
+
+    @abstractmethod
+    def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
+        """Of the places ahead, `depth` of them if there are so many, [B, D, U]."""
+
+    @abstractmethod
+    def _has_rounds(self) -> bool:
+        """Whether trees of greedy requests can be had in one call."""
+
+    @abstractmethod
+    def _round(
+        self, requests: Sequence[Request], wanted: Sequence[Wanted], rules: Rules
+    ) -> list[Drafted]:
+        """That call."""

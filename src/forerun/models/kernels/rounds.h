@@ -1,0 +1,93 @@
+/* What compiled rounds of drafting share: how trees are asked for and handed over, and memory.
+ * Mirrored in models/heads/rounds.py.
+ *
+ * A round drafts for all requests of a batch in one call, greedily. Between two passes lie a few
+ * microseconds of work, but behind a pass of the target, which has moved its weights through all
+ * caches, every function of an interpreter that takes part costs ten to begin with.
+ *
+ * Each returns the seconds that its forward passes took, from what is fed to the logits, or -1: no
+ * memory.
+ */
+#pragma once
+
+#include "kernels.h"
+
+#include <stddef.h>
+#include <string.h>
+
+typedef struct { /* see drafters/calibration.py */
+    int32_t width;        /* candidates of a place */
+    int32_t bins;         /* of beliefs, which lie between 0 and 1 */
+    double most;          /* no chance is larger */
+    const double *ratios; /* [bins + 1] of right to expected tokens */
+} Rules;
+
+typedef struct { /* the tree of a request */
+    int32_t nodes; /* it may have */
+    int32_t end_count;
+    const int64_t *ends; /* tokens that nothing follows */
+    double ratio;        /* its own, of right to expected tokens */
+    int32_t first;       /* of its nodes in the room */
+    int32_t count;       /* of them; filled */
+} Tree;
+
+typedef struct { /* nodes of all trees, each depth first and the likeliest siblings first */
+    int64_t *tokens;
+    int32_t *parents;  /* in its tree, -1: the root */
+    double *beliefs;   /* that it is right if its ancestors are */
+    double *survival;  /* the chance that it and its ancestors are, corrected */
+} Room;
+
+typedef struct { /* of a tree that is handed over */
+    double belief;
+    int64_t token;
+    int32_t parent;
+} Node;
+
+typedef struct { /* the candidates of each place, best first, in a draft whose places are independent */
+    const int64_t *columns;
+    const float *shares;
+    int32_t places;
+    int64_t stride;     /* from a place to the next */
+    const int64_t *ids; /* of the target, by column; or null: the same */
+} Marginals;
+
+typedef struct { /* scratch of best_tree, for so many nodes */
+    Node *nodes;
+    double *reached;
+    struct Open *open;
+} Growing;
+
+typedef struct { /* a pass that is put together */
+    Pass pass;
+    int32_t *base, *length, *first, *node, *parent; /* what its pointers point to */
+} Packing;
+
+typedef struct { /* where arrays get their places one after the other */
+    char *begin; /* null: only counted */
+    size_t used;
+} Memory;
+
+void *take(Memory *memory, size_t bytes);
+void take_packing(Memory *memory, Packing *packing, const Layer *l, int32_t segments, int32_t nodes,
+                  int32_t rows);
+void take_growing(Memory *memory, Growing *growing, int32_t nodes);
+char *kept_memory(size_t bytes);
+
+double chance_of(const Rules *rules, const Tree *tree, double belief);
+int ends(const Tree *tree, int64_t token);
+void hand_over(const Rules *rules, const Node *nodes, int32_t count, Tree *tree, const Room *room);
+void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, Tree *tree,
+               const Room *room);
+
+static inline int32_t larger_of(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* Of numbers of a draft's own type. */
+static inline size_t bytes_of(int64_t numbers, int32_t bf16) { return numbers * (bf16 ? 2 : 4); }
+
+/* Row `from` of some rows [.., dim] becomes row `to` of others. */
+static inline void copy_row(void *rows, int64_t to, const void *others, int64_t from, int32_t dim,
+                            int32_t bf16) {
+    size_t row = bytes_of(dim, bf16);
+    memmove((char *)rows + to * row, (const char *)others + from * row, row);
+}
