@@ -11,10 +11,12 @@ from typing import Annotated
 
 import typer
 
+from forerun.cli.options import DEFAULT_DRAFT
 from forerun.cli.paint import Painter
 from forerun.core import SamplingParams
 from forerun.engine.llm import LLM
 from forerun.errors import ForerunError
+from forerun.interop import shipped
 from forerun.models import hub
 from forerun.tune.workloads import load_workload
 
@@ -24,10 +26,16 @@ BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 def main(
     model: Annotated[str, typer.Option(help="As in 'forerun generate'.")] = "smollm2-135m",
-    draft: Annotated[str, typer.Option(help="As in 'forerun generate'.")] = "suffix",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="As in 'forerun generate'; by default, the best that ships for the model."
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 160,
 ) -> None:
     """Answer prompts plainly and with speculation; exit with 1 if a text differs that must not."""
+    draft = draft or shipped.BEST.get(model, DEFAULT_DRAFT)
     loaded = hub.load(model)
     info = loaded.target.info
     exact = info.row_invariant and info.tree_invariant

@@ -67,11 +67,11 @@ class Parting:
 class Comparison:
     """One draft in both engines.
 
-    ours: what forerun writes by itself. recited: forerun on the text that vLLM wrote; spoilt: the
-    same with every tap one layer too low.
+    name: its family, and where it is from. ours: what forerun writes by itself. recited: forerun
+    on the text that vLLM wrote; spoilt: the same with every tap one layer too low.
     """
 
-    family: str
+    name: str
     vllm: list[Answer]
     recited: list[Answer]
     spoilt: list[Answer]
@@ -98,7 +98,7 @@ class Comparison:
         gap = max((parting.gap for parting in self.partings), default=0.0)
         same = len(self.ours) - len(self.partings)
         return (
-            f"{self.family}: acceptance length on vLLM's text {vllm:.3f} in vLLM, {recited:.3f} in "
+            f"{self.name}: acceptance length on vLLM's text {vllm:.3f} in vLLM, {recited:.3f} in "
             f"forerun ({recited / vllm - 1:+.2%}), {spoilt:.3f} with shifted taps; on its own text "
             f"{ours:.3f} in forerun; same text {same}/{len(self.ours)}, largest gap where they "
             f"part {gap:.3f} (noise {self.noise.bound:.3f})"

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             f"--{family}",
             type=Path,
             metavar="DIR",
-            help=f"a {family} checkpoint for smollm2-135m; without it, one is fitted in a minute",
+            help=f"a {family} checkpoint for smollm2-135m instead of the one that ships",
         )
 
 

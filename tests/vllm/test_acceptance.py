@@ -2,8 +2,10 @@
 
     make test-vllm
 
-Each family runs in both engines on the same prompts, greedy in bf16, in chains of the same length.
-What is counted, and how, is in `engines.py`; what is compared, in `comparison.py`.
+Each draft runs in both engines on the same prompts, greedy in bf16, in chains of the same length.
+What is counted, and how, is in `engines.py`; what is compared, in `comparison.py`. A family runs
+twice: a draft fitted by heart in a minute, which reads the target where no engine would by default
+and loses much by any fault, and the one that ships, or that `--medusa DIR` and the like name.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ from engines import (
     vllm_answers,
 )
 from fit import Text, fit
+from forerun.interop import shipped
 from forerun.models import packaged
 from forerun.models.hub import LoadedModel, load
 from forerun.tune.workloads import load_workload
 
 BUILD = Path("build/vllm")
+MODEL = "smollm2-135m"
 BAND = 0.03
+RIGHT = 1.3  # acceptance length from which on a draft shows something
+FITTED, TRAINED = "fitted", "trained"
 WORKLOADS = ("chat", "code", "math")  # 42 prompts of less than 120 tokens
 
 pytestmark = pytest.mark.timeout(900)
@@ -45,7 +51,7 @@ def target() -> Path:
     folder = BUILD / "target"
     if not folder.exists():
         part = BUILD / "target.part"
-        export_folder(packaged.pull("smollm2-135m"), part)
+        export_folder(packaged.pull(MODEL), part)
         part.rename(folder)
     return folder
 
@@ -93,7 +99,10 @@ def fitted(target: Path, model: LoadedModel, prompts: list[list[int]]) -> Callab
     return make
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+DRAFTS = [(family, origin) for origin in (FITTED, TRAINED) for family in FAMILIES]
+
+
+@pytest.fixture(scope="session", params=DRAFTS, ids=lambda draft: "-".join(draft))
 def compared(
     request: pytest.FixtureRequest,
     fitted: Callable[[str], Path],
@@ -104,16 +113,21 @@ def compared(
     report: list[Comparison],
 ) -> Comparison:
     """One draft in both engines, from the folder that `forerun export vllm` writes."""
-    family = request.param
-    source = request.config.getoption(f"--{family}") or fitted(family)
-    draft = BUILD / family
+    family, origin = request.param
+    if origin == FITTED:
+        source = fitted(family)
+    else:
+        source = request.config.getoption(f"--{family}") or shipped.find(family, MODEL)
+        if source is None:
+            pytest.skip(f"no {family} draft ships for {MODEL}; give one with --{family} DIR")
+    draft = BUILD / f"{family}-{origin}"
     shutil.rmtree(draft, ignore_errors=True)
     command = ["export", "vllm", str(source), str(draft), "--target", str(target)]
     line = subprocess.check_output([sys.executable, "-m", "forerun", *command], text=True)
     vllm = vllm_answers(target, prompts, model.stop_ids, BUILD, line)
     written = [answer.tokens for answer in vllm]
     comparison = Comparison(
-        family,
+        f"{family}, {origin}",
         vllm,
         recited=forerun_answers(model, family, draft, prompts, written),
         spoilt=forerun_answers(model, family, draft, prompts, written, tap_shift=-1),
@@ -127,12 +141,15 @@ def compared(
 def test_acceptance_lengths_agree(compared: Comparison) -> None:
     """On the same text, so that they need not be equal by and large only."""
     vllm = acceptance_length(compared.vllm)
-    assert vllm > 1.5, "a draft that is hardly ever right shows nothing"
+    assert vllm > RIGHT, "a draft that is hardly ever right shows nothing"
     assert acceptance_length(compared.recited) == pytest.approx(vllm, rel=BAND)
 
 
 def test_the_band_is_narrow_enough_to_tell_the_taps(compared: Comparison) -> None:
-    """The same draft that reads the target one layer too low is outside of it."""
+    """The same draft that reads the target one layer too low is outside of it, if it knows these
+    texts by heart; a young draft may lose less by it."""
+    if TRAINED in compared.name:
+        pytest.skip("only fitted drafts surely lose more than the band")
     assert acceptance_length(compared.spoilt) < (1 - BAND) * acceptance_length(compared.vllm)
 
 

@@ -9,14 +9,18 @@ import typer
 
 from forerun.cli.options import option
 
-Folder = Annotated[Path, typer.Argument(help="The folder of the draft.", metavar="DIR")]
+Folder = Annotated[
+    str,
+    typer.Argument(help="The folder of the draft, or KIND:MODEL of one that ships.", metavar="DIR"),
+]
 
 
 def export(
     layout: Annotated[
         str,
         typer.Argument(
-            help="Who will read it: vllm, sglang, speculators, specforge, or a family's own layout."
+            help="Who will read it: vllm, sglang, speculators, specforge, a family's own layout, "
+            "or forerun, which leaves out the rows that the target has anyway."
         ),
     ],
     draft: Folder,
@@ -27,9 +31,12 @@ def export(
 ) -> None:
     """Write a draft for another engine, with its command line.
 
+    The layout 'forerun' is for publishing: it is small, and forerun alone reads it.
+
     \b
         forerun export vllm ./heads ./heads-vllm --target HuggingFaceTB/SmolLM2-135M-Instruct
+        forerun export forerun ./heads ./heads-small --target smollm2-135m
     """
-    from forerun.interop import formats
+    from forerun.interop import formats, shipped
 
-    print(formats.export(layout, draft, out, target))
+    print(formats.export(layout, shipped.place(draft), out, target))

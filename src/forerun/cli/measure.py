@@ -89,7 +89,7 @@ def bench(
     judge = make_verifier(verifier)
     setting = Setting(workloads, specs, sizes, params, repeat, raw, static)
     for spec in specs:
-        options.check_draft(spec)
+        options.check_draft(spec, model)
     _announce(workloads)  # what is wrong so far has been said before it
     loaded = hub.load(model, dtype, device)
 

@@ -22,20 +22,30 @@ AsJson = Annotated[bool, option("Print JSON.", "--json")]
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """Show what can be pulled, and what is here."""
+    """Show what can be pulled, what is here, and its drafts."""
+    from forerun.interop import shipped
     from forerun.models import packaged
 
     models = packaged.list_models()
     paths = {model.name: packaged.path(model.name) for model in models}
+    drafts = {
+        model.name: [f"{k}:{m}" for k, m, _ in shipped.every() if m == model.name]
+        for model in models
+    }
     if as_json:
         fields = ("name", "title", "license", "bytes", "sha256")
         records = [{field: getattr(model, field) for field in fields} for model in models]
-        places = [{"path": str(paths[m.name]) if paths[m.name] else None} for m in models]
+        places = [
+            {"path": str(paths[m.name]) if paths[m.name] else None, "drafts": drafts[m.name]}
+            for m in models
+        ]
         print(json.dumps([r | p for r, p in zip(records, places, strict=True)], indent=2))
         return
     for model in models:
         state = "here" if paths[model.name] else f"{model.bytes / 1e6:.0f} MB to fetch"
         print(f"{model.name:14} {model.title:30} {model.license:20} {state}")
+        if drafts[model.name]:
+            print(f"{'':14} drafts that come with forerun: {', '.join(drafts[model.name])}")
 
 
 @app.command()
@@ -62,7 +72,7 @@ def path(name: Name) -> None:
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A folder (of a draft, too), a .gguf file, a Hub id or a name.")
+        str, typer.Argument(help="A folder or file (of a draft, too), a Hub id or a name.")
     ],
     target: Annotated[
         str | None, option("Of a draft: the model it should run ahead of.", metavar="MODEL")
@@ -90,12 +100,14 @@ def inspect(
         forerun inspect smollm2-135m
         forerun inspect ./heads --target smollm2-135m
         forerun inspect ./heads --target smollm2-135m --tree tree.json --nodes 16
+        forerun inspect eagle3:smollm2-135m
     """
-    from forerun.interop import formats
+    from forerun.drafters import corpus_file
+    from forerun.interop import formats, shipped
     from forerun.models.describe import describe
 
-    folder = Path(model).expanduser()
-    family = formats.family(folder) if folder.is_dir() else None
+    folder = shipped.place(model)
+    family = "corpus" if corpus_file.is_corpus(folder) else formats.family(folder)
     if target and not family:
         describe(model)  # says so where its files cannot be read
         raise ConfigError(f"{model} is no draft, so --target says nothing; leave it out")
@@ -103,7 +115,7 @@ def inspect(
         raise ConfigError("only Medusa heads draft trees of fixed shape; leave out --tree")
     if tree and (target is None or files_only):
         raise ConfigError("a tree is fitted to text of the target; give --target, not --files-only")
-    facts = describe(model) if family is None or formats.is_model(folder) else {"path": model}
+    facts = describe(model) if family is None or formats.is_model(folder) else {"path": str(folder)}
     about: list[str] = []
     trial: Trial | None = None
     if family:
@@ -122,10 +134,14 @@ def inspect(
 
 def _about(folder: Path, target: str | None, files_only: bool) -> tuple[list[str], Trial | None]:
     """Sentences about a draft, and what came of trying it, if it was tried."""
+    from forerun.drafters import corpus_file
     from forerun.interop import formats
     from forerun.models import hub
-    from forerun.models.describe import target_info
+    from forerun.models.describe import target_info, tokenizer
 
+    if folder.is_file():
+        theirs = corpus_file.fingerprint(tokenizer(target)) if target else None
+        return corpus_file.describe(folder, theirs), None
     if target is None:
         return formats.describe(folder), None
     info = target_info(target)

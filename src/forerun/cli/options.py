@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from forerun.core import SamplingParams
+    from forerun.models.target import TargetInfo
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_DRAFT = "suffix"
@@ -27,7 +28,8 @@ Draft = Annotated[
     str | None,
     option(
         "Who guesses ahead: none, ngram, suffix, corpus:FILE, model:ID, skip:N, medusa:DIR, "
-        "eagle:DIR, eagle3:DIR, dflash:DIR; options as ngram:max=4,k=8; "
+        "eagle:DIR, eagle3:DIR, dflash:DIR; for some models drafts come with forerun, which "
+        "'forerun models list' names; options as ngram:max=4,k=8; "
         f"a+b asks b where a has nothing. [default: {DEFAULT_DRAFT}]",
         metavar="SPEC",
     ),
@@ -77,11 +79,23 @@ def draft_spec(draft: str | None, speculative_config: str | None) -> str:
     return spec
 
 
-def check_draft(spec: str) -> None:
-    """Refuse unknown drafters and options before a model is loaded; this imports torch."""
+def check_draft(spec: str, model: str) -> None:
+    """Refuse unknown drafters and options, and drafts that are not there or do not fit, before the
+    model is loaded; this imports torch."""
     from forerun.drafters import check
 
-    check(spec)
+    for drafter, its_options in check(spec):
+        drafter.look(its_options, lambda: _known(model))
+
+
+def _known(model: str) -> TargetInfo | None:
+    """What the files of a model say; None where loading it will say what is wrong with them."""
+    from forerun.models.describe import target_info
+
+    try:
+        return target_info(model)
+    except ModelError:
+        return None
 
 
 def sampling(**values: Any) -> SamplingParams:

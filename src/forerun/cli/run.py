@@ -106,7 +106,7 @@ def generate(
     from forerun.models import hub
     from forerun.verify import make_verifier
 
-    options.check_draft(spec)
+    options.check_draft(spec, model)
     loaded = hub.load(model, dtype, device)
     tokens = conversation.encode(loaded.tokenizer, raw)
     if not make_verifier(verifier).lossless:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from torch import Tensor
 
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
 from forerun.models.cache import KVStore
-from forerun.models.target import Target
+from forerun.models.target import Target, TargetInfo
 
 if TYPE_CHECKING:
     from forerun.models.hub import LoadedModel
     from forerun.models.tokenizer import Tokenizer
+
+
+# What is known of a target that need not be loaded yet; None: nothing.
+Known: TypeAlias = Callable[[], TargetInfo | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,13 @@ class Drafter(ABC):
     makes_trees: bool = False
     samples: bool = False  # can draw from a law of its own, so that `rejection` applies
     taps: Sequence[int] = ()  # layer boundaries of the target that `observe` needs
+
+    @classmethod  # noqa: B027, most need nothing
+    def look(cls, options: Settings, known: Known) -> None:
+        """Refuse what can be told to be wrong before the target is loaded.
+
+        Raises `ConfigError` and `ModelError`.
+        """
 
     def __init__(self, options: Settings, context: DraftContext) -> None:  # noqa: B027
         """options: an instance of the class's `options`. Raises `ConfigError` where they do not

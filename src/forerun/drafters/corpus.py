@@ -7,7 +7,6 @@ request (`counts.py`), which is trusted the more, the longer the ending that it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -16,12 +15,13 @@ from forerun import sampling
 from forerun.config import Settings
 from forerun.core import Draft, Request
 from forerun.drafters import corpus_file
-from forerun.drafters.base import DraftContext
+from forerun.drafters.base import DraftContext, Known
 from forerun.drafters.corpus_file import Header, fingerprint
 from forerun.drafters.counts import Matches, Trie, mixture
 from forerun.drafters.lookup import Lookup
 from forerun.drafters.tree import best_first
 from forerun.errors import ConfigError
+from forerun.interop import shipped
 
 REQUEST_ORDER = 16  # longest ending that is looked for in the request
 NEGLIGIBLE = 1e-2  # probability left over at which shorter endings no longer matter
@@ -37,8 +37,8 @@ NOISELESS = 0.003  # tokens less likely than this are left out where the target 
 class CorpusOptions(Settings):
     """Options of `corpus`.
 
-    file: made by `forerun train corpus`. k: longest path. nodes: most tokens proposed.
-    min_prob: nodes that are less likely to survive are not proposed.
+    file: made by `forerun train corpus`, or the model that one ships for. k: longest path. nodes:
+    most tokens proposed. min_prob: nodes that are less likely to survive are not proposed.
     """
 
     file: str
@@ -67,10 +67,15 @@ class CorpusDrafter(Lookup):
     def __init__(self, options: CorpusOptions, context: DraftContext) -> None:
         super().__init__(options, context)
         self._options = options
-        self._corpus = corpus_file.read(Path(options.file).expanduser())
+        self._corpus = corpus_file.read(shipped.locate(self.name, options.file))
         _check(self._corpus.header, options.file, context)
         self._couples = not context.independent_noise
         self._tries: dict[int, Trie] = {}
+
+    @classmethod
+    def look(cls, options: Settings, known: Known) -> None:
+        assert isinstance(options, CorpusOptions)
+        shipped.locate(cls.name, options.file)
 
     def release(self, request: Request) -> None:
         self._tries.pop(request.id, None)

@@ -85,7 +85,7 @@ class Corpus:
     def __init__(self, header: Header, tables: Tables) -> None:
         self.header = header
         self.order = header.order
-        self.contexts = len(tables.keys_C)
+        self.contexts, self.followers = len(tables.keys_C), len(tables.followers_E)
         self._keys = tables.keys_C.data
         self._begins = tables.begins_C1.data
         self._followers = tables.followers_E.data
@@ -130,6 +130,35 @@ def write(path: Path, header: Header, tables: Tables) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch.write_bytes(save(tensors, metadata))
     scratch.replace(path)
+
+
+def is_corpus(path: Path) -> bool:
+    """Whether a file is a corpus, of any version."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, "pt") as file:
+            return str((file.metadata() or {}).get("format", "")).startswith(FORMAT[:-1])
+    except (SafetensorError, OSError):
+        return False
+
+
+def describe(path: Path, vocabulary: str | None = None) -> list[str]:
+    """What a corpus is, in plain sentences. `! ` stands before what looks wrong.
+
+    vocabulary: `fingerprint` of the model it is meant for. Raises `CheckpointError` as `read`.
+    """
+    corpus = read(path)
+    header, followers = corpus.header, corpus.followers
+    said = [
+        f"a corpus counted in {header.counted:,} tokens that {header.model} answered, for its "
+        f"vocabulary of {header.vocab_size:,} tokens (tokenizer {header.vocabulary})",
+        f"{corpus.contexts:,} contexts of up to {header.order} tokens with {followers:,} followers,"
+        f" in {path.stat().st_size / 1e6:.1f} MB",
+    ]
+    if vocabulary not in (None, header.vocabulary):
+        said.append(f"! it was made for another tokenizer than the one given ({vocabulary})")
+    return said
 
 
 def read(path: Path) -> Corpus:

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from forerun.config import Settings
 from forerun.core import Request, Verdict
-from forerun.drafters.base import DraftContext
+from forerun.drafters.base import DraftContext, Known
 from forerun.drafters.dflash_check import self_check
 from forerun.drafters.parallel import ParallelDrafter
 from forerun.errors import CapacityError, ConfigError
 from forerun.interop import dflash as checkpoint
+from forerun.interop import shipped
 from forerun.models.cache import Span
 from forerun.models.heads.dflash import DFlash
 from forerun.models.heads.dflash_round import Start
 from forerun.models.heads.dflash_runner import DFlashRunner
 from forerun.models.heads.rounds import Drafted, Rules, Wanted
-from forerun.models.hub import locate
 from forerun.models.packing import pack
 from forerun.models.target import Segment
 
@@ -43,9 +43,10 @@ QUESTION = "How does a rainbow come about, and why are its colours always in the
 class DFlashOptions(Settings):
     """Options of `dflash`.
 
-    model: folder or Hub id of the draft. k: how many tokens to look ahead; by default, and at most,
-    what its blocks were trained for. top_k: candidates per position; 1 drafts a chain. nodes: most
-    tokens proposed; by default k for a chain, 16 for a tree.
+    model: folder or Hub id of the draft, or the model one ships for. k: how many tokens to look
+    ahead; by default, and at most, what its blocks were trained for. top_k: candidates per
+    position; 1 drafts a chain. nodes: most tokens proposed; by default k for a chain, 16 for a
+    tree.
     slots: which slots draft, where the checkpoint should not be believed: in-place or anchor-first;
     `check` tries both on 64 tokens of the target's own text.
     """
@@ -86,9 +87,9 @@ class DFlashDrafter(ParallelDrafter):
     def __init__(self, options: DFlashOptions, context: DraftContext) -> None:
         super().__init__(context)
         info = context.target.info
-        network = checkpoint.read(locate(options.model), info.dtype).to(info.device)
-        if problems := checkpoint.misfits(network.config, info):
-            raise ConfigError(f"the draft does not fit: {problems[0]}; choose one made for it")
+        self.look(options, lambda: info)
+        folder = shipped.locate(self.name, options.model)
+        network = checkpoint.read(folder, info.dtype, info.name).to(info.device)
         if options.slots != "stated":
             update = {"anchor_first": self._anchor_first(network, options.slots, context)}
             network.config = network.config.model_copy(update=update)
@@ -105,6 +106,13 @@ class DFlashDrafter(ParallelDrafter):
         self._guess(self._runner.ids_U, options.top_k, nodes)
         self.taps = config.taps
         self._contexts: dict[int, Context] = {}
+
+    @classmethod
+    def look(cls, options: Settings, known: Known) -> None:
+        assert isinstance(options, DFlashOptions)
+        config = checkpoint.settings(shipped.locate(cls.name, options.model))
+        if (info := known()) and (problems := checkpoint.misfits(config, info)):
+            raise ConfigError(f"the draft does not fit: {problems[0]}; choose one made for it")
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]

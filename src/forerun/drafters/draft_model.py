@@ -14,10 +14,10 @@ from pydantic import Field
 from forerun.config import Settings
 from forerun.core import Draft, Request
 from forerun.drafters.autoregressive import AutoregressiveDrafter, Lane
-from forerun.drafters.base import DraftContext
+from forerun.drafters.base import DraftContext, Known
 from forerun.errors import CapacityError, ConfigError
 from forerun.models.cache import KVStore, Span
-from forerun.models.hub import LoadedModel
+from forerun.models.hub import LoadedModel, locate
 
 
 class DraftModelOptions(Settings):
@@ -74,6 +74,11 @@ class DraftModel(AutoregressiveDrafter):
         self._k = options.k
         self._max_length = loaded.target.info.max_length
         self._requests: dict[int, _Cached] = {}
+
+    @classmethod
+    def look(cls, options: Settings, known: Known) -> None:
+        assert isinstance(options, DraftModelOptions)
+        locate(options.model)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         lanes: dict[int, Lane] = {}

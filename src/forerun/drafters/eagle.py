@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -24,19 +24,19 @@ from torch import Tensor
 
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
-from forerun.drafters.base import DraftContext, Drafter
+from forerun.drafters.base import DraftContext, Drafter, Known
 from forerun.drafters.calibration import MOST, Calibration
 from forerun.drafters.growing import Growth
 from forerun.drafters.ranking import rank
 from forerun.drafters.tree import depth_first
 from forerun.errors import CapacityError, ConfigError
 from forerun.interop import eagle as checkpoint
+from forerun.interop import shipped
 from forerun.models.cache import Span
-from forerun.models.heads.eagle import Eagle1, Eagle3, Eagle3Settings, EagleDraft, default_taps
+from forerun.models.heads.eagle import Eagle3Settings, default_taps
 from forerun.models.heads.eagle_round import EagleRounds, Start
 from forerun.models.heads.eagle_runner import EagleRunner
 from forerun.models.heads.rounds import Rules, Wanted
-from forerun.models.hub import locate
 from forerun.models.packing import Part, pack_parts
 from forerun.models.target import opened
 from forerun.sampling import Place
@@ -48,10 +48,10 @@ NODES = 16  # of a tree
 class EagleOptions(Settings):
     """Options of `eagle` and `eagle3`.
 
-    model: folder or Hub id of the draft. k: how many tokens to look ahead. top_k: candidates per
-    node, and nodes that are expanded per level; 1 drafts a chain. nodes: most tokens proposed; by
-    default k for a chain, 16 for a tree. min_prob: a level is not begun when all its nodes are less
-    likely to survive.
+    model: folder or Hub id of the draft, or the model one ships for. k: how many tokens to look
+    ahead. top_k: candidates per node, and nodes that are expanded per level; 1 drafts a chain.
+    nodes: most tokens proposed; by default k for a chain, 16 for a tree. min_prob: a level is not
+    begun when all its nodes are less likely to survive.
     """
 
     model: str
@@ -94,19 +94,13 @@ class EagleDrafter(Drafter):
 
     options = EagleOptions
     argument = "model"
-    network: ClassVar[type[EagleDraft]]
 
     def __init__(self, options: EagleOptions, context: DraftContext) -> None:
         self._target = opened(context.target, self.name)
         info = context.target.info
-        network = checkpoint.read(locate(options.model), info.dtype)
-        if not isinstance(network, self.network):
-            other = "eagle3" if self.name == "eagle" else "eagle"
-            raise ConfigError(
-                f"{options.model} holds a draft of another kind; write {other}:{options.model}"
-            )
-        if problems := checkpoint.misfits(network.settings, info):
-            raise ConfigError(f"the draft does not fit: {problems[0]}; choose one made for it")
+        self.look(options, lambda: info)
+        folder = shipped.locate(self.name, options.model)
+        network = checkpoint.read(folder, info.dtype, info.name)
         self._runner = EagleRunner(network, self._target, context.store.slots)
         self._vocab_size = info.vocab_size
         ids_U = self._runner.ids_U
@@ -117,6 +111,18 @@ class EagleDrafter(Drafter):
         self.makes_trees = self._top_k > 1
         self._followers: dict[int, Follower] = {}
         self._calibration = Calibration()
+
+    @classmethod
+    def look(cls, options: Settings, known: Known) -> None:
+        assert isinstance(options, EagleOptions)
+        settings = checkpoint.settings(shipped.locate(cls.name, options.model))
+        kind = "eagle3" if isinstance(settings, Eagle3Settings) else "eagle"
+        if kind != cls.name:
+            raise ConfigError(
+                f"{options.model} holds a draft of another kind; write {kind}:{options.model}"
+            )
+        if (info := known()) and (problems := checkpoint.misfits(settings, info)):
+            raise ConfigError(f"the draft does not fit: {problems[0]}; choose one made for it")
 
     @abstractmethod
     def _features(self, taps_RTC: Tensor) -> Tensor:
@@ -346,7 +352,6 @@ class Eagle(EagleDrafter):
 
     name = "eagle"
     example = "eagle:draft"
-    network = Eagle1
 
     def __init__(self, options: EagleOptions, context: DraftContext) -> None:
         super().__init__(options, context)
@@ -361,7 +366,6 @@ class EagleThree(EagleDrafter):
 
     name = "eagle3"
     example = "eagle3:draft"
-    network = Eagle3
 
     def __init__(self, options: EagleOptions, context: DraftContext) -> None:
         super().__init__(options, context)

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
-from forerun.drafters.base import DraftContext
+from forerun.drafters.base import DraftContext, Known
 from forerun.drafters.marginals import Candidates
 from forerun.drafters.parallel import ParallelDrafter
 from forerun.drafters.static_tree import StaticTree
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
+from forerun.interop import shipped
 from forerun.models.heads.medusa_runner import MedusaRunner
 from forerun.models.heads.rounds import Drafted, Rules, Wanted
-from forerun.models.hub import locate
 
 TOP_K, NODES = 4, 16
 
@@ -35,9 +35,9 @@ TOP_K, NODES = 4, 16
 class MedusaOptions(Settings):
     """Options of `medusa`.
 
-    model: folder or Hub id of the heads. k: how many tokens to look ahead; by default, all heads.
-    top_k: candidates per head; 1 drafts a chain. nodes: most tokens proposed. The tree is grown
-    anew in every step from what the heads believe.
+    model: folder or Hub id of the heads, or the model that some ship for. k: how many tokens to
+    look ahead; by default, all heads. top_k: candidates per head; 1 drafts a chain. nodes: most
+    tokens proposed. The tree is grown anew in every step from what the heads believe.
     tree: instead, a file with the one tree to use: a JSON list of paths, as [[0], [0, 0], [1]].
     """
 
@@ -69,11 +69,10 @@ class Medusa(ParallelDrafter):
     def __init__(self, options: MedusaOptions, context: DraftContext) -> None:
         super().__init__(context)
         info = context.target.info
-        folder = locate(options.model)
-        network = checkpoint.read(folder, info.dtype)
+        self.look(options, lambda: info)
+        folder = shipped.locate(self.name, options.model)
+        network = checkpoint.read(folder, info.dtype, info.name)
         config = network.config
-        if problems := checkpoint.misfits(config, folder, info):
-            raise ConfigError(problems[0])
         self._tree = tree = (
             StaticTree.read(Path(options.tree).expanduser()) if options.tree else None
         )
@@ -92,6 +91,14 @@ class Medusa(ParallelDrafter):
         self._guess(self._runner.ids_U, top_k, nodes)
         self.taps = (info.layers,)
         self._taps: dict[int, Tensor] = {}  # [R, 1, C], of the rows that were cached last
+
+    @classmethod
+    def look(cls, options: Settings, known: Known) -> None:
+        assert isinstance(options, MedusaOptions)
+        folder = shipped.locate(cls.name, options.model)
+        config = checkpoint.settings(folder)
+        if (info := known()) and (problems := checkpoint.misfits(config, folder, info)):
+            raise ConfigError(problems[0])
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]

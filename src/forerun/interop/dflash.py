@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.config import nearest
 from forerun.errors import CheckpointError, ConfigError
+from forerun.interop import lent
 from forerun.interop.dflash_configs import (
     is_dflash,
     read_config,
@@ -27,10 +28,10 @@ from forerun.interop.dflash_configs import (
 from forerun.models.heads.dflash import DFlash, DFlashConfig
 from forerun.models.hub import read_config as read_json
 from forerun.models.target import TargetInfo
-from forerun.models.weights import Weights, folder_weights
+from forerun.models.weights import Weights
 
 LAYOUTS = ("zlab", "vllm", "sglang", "specforge", "speculators")
-MASK_EMBEDDING = "mask_embedding.pt"
+MASK_EMBEDDING = lent.BESIDE
 ALIASES = {
     "model.": "",
     "midlayer.": "layers.0.",
@@ -46,23 +47,16 @@ def detect(folder: Path) -> bool:
     return (folder / "config.json").exists() and is_dflash(read_json(folder))
 
 
-def read(folder: Path, dtype: torch.dtype | None = None) -> DFlash:
+def read(folder: Path, dtype: torch.dtype | None = None, target: str | None = None) -> DFlash:
     """The draft of a folder, any layout. dtype: None keeps the stored one.
 
+    target: the model that lends it rows, where it leaves some out (`lent.draft_weights`).
     Raises `CheckpointError` for tensors and settings that do not add up, and for relatives of
     DFlash that compute something else.
     """
-    published = read_json(folder)
-    weights = folder_weights(folder, dtype, _renamed)
+    weights = lent.draft_weights(folder, dtype, _renamed, target=target)
     mask_embedding = _mask_embedding(folder)
-    config = read_config(published, folder)
-    config = config.model_copy(
-        update={
-            "own_embedding": "embed_tokens.weight" in weights,
-            "own_mask_embedding": mask_embedding is not None,
-            "draft_vocab_size": _draft_vocab_size(config, weights, folder),
-        }
-    )
+    config = _config(folder, weights)
     with torch.device("meta"):
         module = DFlash(config)
     state: dict[str, Tensor] = {}
@@ -79,6 +73,23 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> DFlash:
     weights.finish()
     module.load_state_dict(state, assign=True)
     return module.requires_grad_(False)
+
+
+def settings(folder: Path) -> DFlashConfig:
+    """The numbers of a draft; no tensor is read. Raises as `read` does."""
+    return _config(folder, lent.draft_weights(folder, None, _renamed))
+
+
+def _config(folder: Path, weights: Weights) -> DFlashConfig:
+    """What config.json says, and of what the tensors tell, what they do."""
+    config = read_config(read_json(folder), folder)
+    return config.model_copy(
+        update={
+            "own_embedding": "embed_tokens.weight" in weights,
+            "own_mask_embedding": (folder / MASK_EMBEDDING).exists(),
+            "draft_vocab_size": _draft_vocab_size(config, weights, folder),
+        }
+    )
 
 
 def _renamed(name: str) -> str | None:
@@ -162,7 +173,9 @@ def export(module: DFlash, layout: str, folder: Path, target: str | None = None)
     Raises `ConfigError` where the layout cannot express the draft.
     """
     if layout not in LAYOUTS:
-        raise ConfigError(f"DFlash has no layout '{layout}'; {nearest(layout, LAYOUTS)}")
+        raise ConfigError(
+            f"DFlash has no layout '{layout}'; {nearest(layout, (*LAYOUTS, lent.LAYOUT))}"
+        )
     config = module.config
     speculators = layout == "speculators"
     if config.draft_vocab_size is not None and layout not in ("vllm", "speculators"):
@@ -206,7 +219,7 @@ def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
 
     target: the model it is meant for. Raises `CheckpointError` where it cannot be read.
     """
-    module = read(folder)
+    module = read(folder, target=target.name if target else None)
     published = read_json(folder)
     base = module.config.rope_theta
     questions = []
@@ -214,6 +227,7 @@ def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
         questions = [f"its rotary base is {base:g}, that of {target.name} {target.rope_base:g}"]
     return [
         *_what(module.config, published),
+        *lent.sentence(folder),
         *_conventions(module.config, published),
         *(f"? {question}" for question in questions),
         *(f"! {doubt}" for doubt in _doubts(module, published)),

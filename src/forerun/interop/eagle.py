@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun.config import nearest
 from forerun.errors import CheckpointError, ConfigError, ModelError
+from forerun.interop import lent
 from forerun.interop.eagle_configs import (
     FLAGS,
     TAPS,
@@ -48,18 +49,36 @@ INPUT_NORM = "layers.0.input_layernorm.weight"  # which the first layer of EAGLE
 def detect(folder: Path) -> bool:
     """Whether a folder holds an EAGLE draft of any kind."""
     try:
-        return _kind(folder_weights(folder, torch.float32, _renamed)) is not None
+        return _kind(lent.draft_weights(folder, torch.float32, _renamed)) is not None
     except ModelError:
         return False
 
 
-def read(folder: Path, dtype: torch.dtype | None = torch.float32) -> Eagle1 | Eagle3:
+def read(
+    folder: Path, dtype: torch.dtype | None = torch.float32, target: str | None = None
+) -> Eagle1 | Eagle3:
     """The draft of a folder, any layout. dtype: None leaves tensors in the type they are stored in.
 
+    target: the model that lends it rows, where it leaves some out (`lent.draft_weights`).
     Raises `CheckpointError` for tensors and settings that do not add up.
     """
+    module, weights = _opened(folder, dtype, target)
+    _check_vocabulary(weights, module.settings, folder)
+    fill(module, weights)
+    return module.requires_grad_(False)
+
+
+def settings(folder: Path) -> EagleSettings:
+    """The numbers of a draft; no tensor is read. Raises as `read` does."""
+    return _opened(folder, None, None)[0].settings
+
+
+def _opened(
+    folder: Path, dtype: torch.dtype | None, target: str | None
+) -> tuple[Eagle1 | Eagle3, Weights]:
+    """The network, still without numbers, and what will fill it."""
     config = read_config(folder)
-    weights = folder_weights(folder, dtype, _renamed)
+    weights = lent.draft_weights(folder, dtype, _renamed, target=target)
     kind = _kind(weights)
     if kind is None:
         raise CheckpointError(
@@ -75,9 +94,7 @@ def read(folder: Path, dtype: torch.dtype | None = torch.float32) -> Eagle1 | Ea
                 module = Eagle1(eagle1_settings(config, weights, folder))
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}; fetch its own config.json") from None
-    _check_vocabulary(weights, module.settings, folder)
-    fill(module, weights)
-    return module.requires_grad_(False)
+    return module, weights
 
 
 def _renamed(name: str) -> str | None:
@@ -134,7 +151,9 @@ def export(module: EagleDraft, layout: str, folder: Path, target: str = "TARGET"
     Raises `ConfigError` where the layout cannot express the draft.
     """
     if layout not in LAYOUTS:
-        raise ConfigError(f"EAGLE has no layout '{layout}'; {nearest(layout, LAYOUTS)}")
+        raise ConfigError(
+            f"EAGLE has no layout '{layout}'; {nearest(layout, (*LAYOUTS, lent.LAYOUT))}"
+        )
     settings = module.settings
     eagle3 = isinstance(settings, Eagle3Settings)
     if layout == "specforge" and not eagle3:
@@ -202,10 +221,11 @@ def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
 
     target: the model it is meant for. Raises `CheckpointError` where it cannot be read.
     """
-    module = read(folder)
+    module = read(folder, target=target.name if target else None)
     published = read_config(folder)
     return [
         *_what(module, published),
+        *lent.sentence(folder),
         *_conventions(module, published),
         *(f"? {question}" for question in _questions(module.settings, published, target)),
         *(f"! {doubt}" for doubt in _doubts(module, published)),

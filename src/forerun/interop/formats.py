@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import Any
 
 from forerun.errors import CheckpointError, ConfigError
-from forerun.interop import dflash, dflash_trial, eagle, eagle_trial, medusa, medusa_trial
+from forerun.interop import dflash, dflash_trial, eagle, eagle_trial, lent, medusa, medusa_trial
 from forerun.interop.trial import Trial, speak
 from forerun.models.heads.dflash import DFlash
+from forerun.models.heads.eagle import Eagle3
 from forerun.models.heads.medusa import MedusaHeads
 from forerun.models.hub import LoadedModel
 from forerun.models.target import TargetInfo, opened
-from forerun.models.weights import folder_weights
 
 # Each has detect, read, describe and export, with the same meaning.
 # EAGLE comes last: it is told by its tensors, and of those some may be missing.
@@ -58,7 +58,7 @@ def attempt(folder: Path, info: TargetInfo, load: Callable[[], LoadedModel]) -> 
     """
     name = family(folder)
     assert name
-    draft = FAMILIES[name].read(folder, None)
+    draft = FAMILIES[name].read(folder, None, info.name)
     if _misfits(draft, folder, info):
         return None
     model = load()
@@ -79,14 +79,17 @@ def _misfits(draft: Any, folder: Path, info: TargetInfo) -> list[str]:
 def export(layout: str, folder: Path, out: Path, target: str | None = None) -> str:
     """Write a draft in another layout; gives the command line to paste.
 
+    layout: one of its family, or `forerun`, without the rows that its target has anyway.
     target: the model it belongs to, for the command line and for what the layout takes from it.
     Raises `ConfigError` where the layout does not exist or cannot express the draft.
     """
     files = _files(folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already; name a new folder")
-    module = files.read(folder, None)  # each tensor in the type it is stored in
+    module = files.read(folder, None, target)  # each tensor in the type it is stored in
     try:
+        if layout == lent.LAYOUT:
+            return _without_target(module, folder, out, target)
         line: str = files.export(module, layout, out, **({"target": target} if target else {}))
     except OSError as error:
         reason = "no space is left" if error.errno == errno.ENOSPC else error.strerror
@@ -94,11 +97,21 @@ def export(layout: str, folder: Path, out: Path, target: str | None = None) -> s
     return line
 
 
+def _without_target(module: Any, folder: Path, out: Path, target: str | None) -> str:
+    if target is None:
+        raise ConfigError(
+            "forerun's own layout leaves out what the target has anyway; name it with --target"
+        )
+    lent.leave_out(folder, out, target)
+    name = "eagle3" if isinstance(module, Eagle3) else family(folder)
+    return f'forerun generate "PROMPT" --model {target} --draft {name}:{out}'
+
+
 def _files(folder: Path) -> ModuleType:
     name = family(folder)
     if name is None:
         if (folder / "config.json").exists():
-            folder_weights(folder, None)  # says what is wrong with files that cannot be read
+            lent.draft_weights(folder, None)  # says what is wrong with files that cannot be read
         raise CheckpointError(
             f"{folder} holds no draft of a known family ({', '.join(FAMILIES)}); "
             "give the folder with its config.json and weights"

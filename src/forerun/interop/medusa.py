@@ -25,6 +25,7 @@ from torch import Tensor
 
 from forerun.config import nearest
 from forerun.errors import CheckpointError, ConfigError, ModelError
+from forerun.interop import lent
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.heads.medusa import MedusaConfig, MedusaHeads
 from forerun.models.hub import locate, read_config
@@ -65,12 +66,13 @@ def lies_beside_its_model(folder: Path) -> bool:
     return _find(folder, None).layout == "medusa2"
 
 
-def read(folder: Path, dtype: torch.dtype | None = None) -> MedusaHeads:
+def read(folder: Path, dtype: torch.dtype | None = None, target: str | None = None) -> MedusaHeads:
     """The heads of a folder, any layout. dtype: None keeps the stored one.
 
+    target: the model that lends them rows, where they leave some out (`lent.draft_weights`).
     Raises `CheckpointError` for tensors that are missing, left over or of the wrong shape.
     """
-    found = _find(folder, dtype)
+    found = _find(folder, dtype, target)
     config, weights = _config(found), found.weights
     with torch.device("meta"):
         module = MedusaHeads(config)
@@ -88,6 +90,11 @@ def read(folder: Path, dtype: torch.dtype | None = None) -> MedusaHeads:
     return module.requires_grad_(False)
 
 
+def settings(folder: Path) -> MedusaConfig:
+    """The numbers of heads; no tensor is read. Raises as `read` does."""
+    return _config(_find(folder, None))
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """What lies in a folder; tensors by their names in vLLM's layout."""
@@ -98,9 +105,9 @@ class _Found:
     weights: Weights
 
 
-def _find(folder: Path, dtype: torch.dtype | None) -> _Found:
+def _find(folder: Path, dtype: torch.dtype | None, target: str | None = None) -> _Found:
     published = read_config(folder)
-    stored = folder_weights(folder, dtype, names=(SAFE, PICKLED, *NAMES))
+    stored = lent.draft_weights(folder, dtype, names=(SAFE, PICKLED, *NAMES), target=target)
     layout = _layout(stored)
     names = [n for n in stored.entries if layout != "medusa2" or n.startswith(BESIDE)]
     layers = _layers(names)
@@ -147,6 +154,11 @@ def _config(found: _Found) -> MedusaConfig:
     output: Literal["each", "one", "target"] = "each" if matrices else "target"
     if len(matrices) == 1 and published.get("original_lm_head"):
         output = "one"
+    if "token_map" in entries and not matrices:
+        raise CheckpointError(
+            f"{found.folder} drafts from a part of the vocabulary but has no lm_heads.0.weight for "
+            "it; fetch it again"
+        )
     rows = entries[f"lm_heads.{min(matrices)}.weight"].shape[0] if matrices else None
     reduced = entries["token_map"].shape[0] if "token_map" in entries else None
     return MedusaConfig(
@@ -248,7 +260,9 @@ def export(module: MedusaHeads, layout: str, folder: Path, target: str | None = 
     if reason := OTHERS.get(layout):
         raise ConfigError(f"{reason}; export these heads as vllm")
     if layout not in LAYOUTS:
-        raise ConfigError(f"Medusa has no layout '{layout}'; {nearest(layout, LAYOUTS)}")
+        raise ConfigError(
+            f"Medusa has no layout '{layout}'; {nearest(layout, (*LAYOUTS, lent.LAYOUT))}"
+        )
     write = {"vllm": _write_vllm, "medusa": _write_medusa, "medusa2": _write_medusa2}[layout]
     return write(module, folder, target)
 
@@ -415,11 +429,12 @@ def describe(folder: Path, target: TargetInfo | None = None) -> list[str]:
 
     target: the model it is meant for. Raises `CheckpointError` where it cannot be read.
     """
-    module = read(folder)
+    module = read(folder, target=target.name if target else None)
     found = _find(folder, None)
     config = module.config
     return [
         *_what(found, config),
+        *lent.sentence(folder),
         *(f"! {doubt}" for doubt in _doubts(found, module)),
         *(f"! {misfit}" for misfit in (misfits(config, folder, target) if target else ())),
     ]

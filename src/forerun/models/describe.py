@@ -39,10 +39,23 @@ def describe(model: str) -> Facts:
     `runs_with` says what would run it, or why nothing would. Raises `ModelError` when the model
     cannot be found or its files cannot be read, or when it is a packaged one not pulled yet.
     """
+    path = located(model)
+    if path.is_file():
+        file = GGUFFile(path)
+        facts = _gguf(file) | _tokenizer_facts(lambda: gguf_tokenizer(file))
+    else:
+        facts = _folder(path) | _tokenizer_facts(lambda: folder_tokenizer(path))
+    return {"path": str(path), **facts}
+
+
+def located(model: str) -> Path:
+    """`hub.locate`, but nothing that comes in a package is fetched.
+
+    Raises `ModelError` when it cannot be found or is a packaged model not pulled yet.
+    """
     if model in packaged.MODELS and not Path(model).exists() and packaged.path(model) is None:
         raise ModelError(f"{model} is not here yet; run: forerun models pull {model}")
-    path = locate(model)
-    return {"path": str(path), **(_gguf(path) if path.is_file() else _folder(path))}
+    return locate(model)
 
 
 def target_info(model: str) -> TargetInfo:
@@ -50,7 +63,8 @@ def target_info(model: str) -> TargetInfo:
 
     Raises `ModelError` when it cannot be found or does not say its sizes.
     """
-    facts = describe(model)
+    path = located(model)
+    facts = _gguf(GGUFFile(path)) if path.is_file() else _folder(path)
     sizes = {fact: facts.get(fact) for fact in ("layers", "hidden_size", "vocab_size", "context")}
     for fact, size in sizes.items():
         if not isinstance(size, int):
@@ -70,8 +84,13 @@ def target_info(model: str) -> TargetInfo:
     )
 
 
-def _gguf(path: Path) -> Facts:
-    file = GGUFFile(path)
+def tokenizer(model: str) -> Tokenizer:
+    """That of a model which is not loaded. Raises `ModelError` as `describe` does."""
+    path = located(model)
+    return gguf_tokenizer(GGUFFile(path)) if path.is_file() else folder_tokenizer(path)
+
+
+def _gguf(file: GGUFFile) -> Facts:
     sizes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         sizes[tensor.type.name] += prod(tensor.shape)
@@ -88,7 +107,6 @@ def _gguf(path: Path) -> Facts:
         "rotary_base": _rotary_base(lambda: gguf_config(file)),
         "parameters": sizes.total(),
         "dtype": ", ".join(kind for kind, _ in sizes.most_common()),
-        **_tokenizer_facts(lambda: gguf_tokenizer(file)),
     }
 
 
@@ -107,7 +125,6 @@ def _folder(path: Path) -> Facts:
         else config.get("rope_theta"),
         "parameters": sum(map(prod, shapes)),
         "dtype": config.get("dtype") or config.get("torch_dtype"),
-        **_tokenizer_facts(lambda: folder_tokenizer(path)),
     }
 
 
