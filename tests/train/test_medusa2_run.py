@@ -94,6 +94,8 @@ def test_it_leaves_a_model_with_its_heads(model: LoadedModel, tmp_path: Path) ->
         for spec in ("none", f"medusa:{folder}")
     )
     assert plain == drafted
+    line = formats.export("vllm", folder, tmp_path / "vllm")
+    assert line.startswith(f"vllm serve {folder} ")
 
 
 def test_it_stops_at_its_bound_and_keeps_the_last_draft_within(

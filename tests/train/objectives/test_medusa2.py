@@ -120,11 +120,14 @@ def test_the_model_learns_later_and_more_slowly(target: LoadedModel) -> None:
     trained = objective(target, heads_first=0.4)
     trained.done = 0.39
     assert [trained.rate(part) for part in trained.parts] == [1.0, 0.0]
-    trained.done = 0.4
-    assert [trained.rate(part) for part in trained.parts] == [1.0, 0.25]
-    whole = objective(target, backbone="full", heads_first=0.0)
-    assert whole.rate("backbone.") == 0.02
-    assert objective(target, backbone_rate=0.5, heads_first=0.0).rate("backbone.") == 0.5
+    rates = []
+    for trained.done in (0.4, 0.46, 0.52, 1.0):
+        rates.append(trained.rate("backbone."))
+    assert rates == pytest.approx([0.0, 0.125, 0.25, 0.25])
+    for values, rate in (({"backbone": "full"}, 0.02), ({"backbone_rate": 0.5}, 0.5)):
+        other = objective(target, **values)
+        other.done = 0.9
+        assert other.rate("backbone.") == rate
 
 
 def test_a_part_of_the_vocabulary_is_refused(target: LoadedModel) -> None:

@@ -37,6 +37,7 @@ from forerun.train.objectives.medusa import HeadSettings, MedusaObjective
 from forerun.train.quality import Quality, Yardstick
 from forerun.train.vocabulary import Vocabulary
 
+RISE = 0.2  # of the second stage, over which the model's learning rate rises from zero
 RATES = {"lora": 1 / 4, "full": 1 / 50}  # of the heads' learning rate; that of LoRA is published
 
 
@@ -57,7 +58,7 @@ class Medusa2Settings(HeadSettings):
     backbone: Literal["lora", "full"] = "lora"
     rank: Size = 32
     backbone_rate: Annotated[float, Field(gt=0)] | None = None
-    fidelity: Annotated[float, Field(gt=0)] = 5.0
+    fidelity: Annotated[float, Field(gt=0)] = 20.0
     max_kl: Annotated[float, Field(gt=0)] = 0.02
     held_texts: Size = 32
 
@@ -116,7 +117,9 @@ class Medusa2(MedusaObjective):
     def rate(self, part: str) -> float:
         if part == "heads.":
             return 1.0
-        return 0.0 if self._alone else self._s.backbone_rate or RATES[self._s.backbone]
+        along = (self.done - self._s.heads_first) / (1 - self._s.heads_first)
+        highest = self._s.backbone_rate or RATES[self._s.backbone]
+        return highest * min(max(along / RISE, 0.0), 1.0)
 
     @property
     def _alone(self) -> bool:
