@@ -21,6 +21,7 @@ KINDS = {
     "eagle3": "EAGLE-3: a layer that runs ahead on the model's hidden states; the best of them.",
     "medusa": "Medusa-1: heads that each guess one token further; the quickest to train.",
     "dflash": "DFlash: a small network that fills a whole block at once.",
+    "medusa2": "Medusa-2: heads and the model itself, which is changed; held to a bound.",
 }
 LINES = 60  # that a run without a terminal prints
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 from forerun.config import nearest
 from forerun.errors import CheckpointError, ConfigError, ModelError
 from forerun.interop import lent
+from forerun.interop.model_folder import write_model
 from forerun.models.gguf_file import GGUFFile
 from forerun.models.heads.medusa import MedusaConfig, MedusaHeads
 from forerun.models.hub import locate, read_config
@@ -317,28 +317,29 @@ def _write_medusa(module: MedusaHeads, folder: Path, target: str | None) -> str:
 def _write_medusa2(module: MedusaHeads, folder: Path, target: str | None) -> str:
     """The model and the heads in one file of weights, the other files of the model beside it."""
     model = target or module.config.base_model
-    source = locate(model) if model else None
-    if source is None or not source.is_dir():
-        raise ConfigError(
-            "the medusa2 layout holds the model, too; name its folder of safetensors with --target"
-        )
+    if model is None:
+        raise ConfigError("the medusa2 layout holds the model, too; name it with --target")
+    source = locate(model)
     if module.config.own_backbone and not _same_folder(source, module.config.base_model or ""):
         raise ConfigError(
             f"these heads belong to the model in {module.config.base_model}; export them without "
             "--target"
         )
-    stored = folder_weights(source, None)
-    names = [name for name in stored.entries if not name.startswith(BESIDE)]
-    state = {name: stored.entries[name].read(None) for name in names}
-    state |= {
-        BESIDE + name: tensor for name, tensor in _in_authors_layout(module, str(source)).items()
-    }
-    _save(_contiguous(state), folder / NAMES[0])
-    for path in source.iterdir():
-        if path.suffix in (".json", ".jinja", ".model") and ".index." not in path.name:
-            shutil.copy(path, folder / path.name)
+    return write_beside(module, source, folder, {})
+
+
+def write_beside(
+    module: MedusaHeads, source: Path, folder: Path, changed: Mapping[str, Tensor]
+) -> str:
+    """Heads with their model in the medusa2 layout; gives the command line that runs them.
+
+    source: folder or file of the model. changed: tensors of it that are others now, by their
+    published names.
+    """
+    heads = _in_authors_layout(module, str(source))
+    beside = {BESIDE + name: tensor for name, tensor in heads.items()}
     counts = {"medusa_num_heads": module.config.heads, "medusa_num_layers": module.config.layers}
-    _write_config(folder, read_config(source) | counts)
+    write_model(source, folder, {**changed, **beside}, counts)
     return f'forerun generate "PROMPT" --model {folder} --draft medusa:{folder}'
 
 

@@ -241,6 +241,14 @@ def gguf_config(file: GGUFFile) -> DecoderConfig:
 
     Raises `ModelError` for architectures and rope types that our decoder does not compute.
     """
+    return decoder_config(gguf_published(file))
+
+
+def gguf_published(file: GGUFFile) -> dict[str, Any]:
+    """The config.json that a GGUF file was made from, as far as our decoder needs it.
+
+    Raises `ModelError` for architectures that are not known here.
+    """
     name = file.metadata.get("general.architecture", "")
     if name not in _GGUF_ARCHITECTURES:
         raise ModelError(
@@ -248,13 +256,12 @@ def gguf_config(file: GGUFFile) -> DecoderConfig:
             f"{', '.join(_GGUF_ARCHITECTURES)}); take the folder of safetensors of this model"
         )
     try:
-        return decoder_config(_published(file, name))
+        return _published(file, name)
     except KeyError as error:
         raise ModelError(f"{file.path} lacks the metadata {error}; convert it anew") from None
 
 
 def _published(file: GGUFFile, name: str) -> dict[str, Any]:
-    """The config.json that this file was made from, as far as our decoder needs it."""
     own = {
         key.removeprefix(f"{name}."): value
         for key, value in file.metadata.items()

@@ -118,9 +118,13 @@ def _load_gguf(path: Path, name: str, dtype: torch.dtype, device: torch.device) 
     file = GGUFFile(path)
     target = Decoder(gguf_config(file), gguf_weights(file, dtype), dtype, device, name)
     tokenizer = gguf_tokenizer(file)
+    return LoadedModel(name, target, tokenizer, _stop_ids(gguf_stops(file), tokenizer))
+
+
+def gguf_stops(file: GGUFFile) -> list[int]:
+    """The tokens that end an answer."""
     keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
-    stops = [file.metadata[key] for key in keys if key in file.metadata]
-    return LoadedModel(name, target, tokenizer, _stop_ids(stops, tokenizer))
+    return [file.metadata[key] for key in keys if key in file.metadata]
 
 
 def _load_folder(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:

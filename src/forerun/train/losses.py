@@ -19,6 +19,7 @@ from torch.nn import functional
 from forerun.models.linear import Linear, can_pack
 
 PIECE = 2**19  # logits at a time
+ROWS = 16  # but never fewer rows: each piece reads the whole of the output matrix
 
 
 class Head:
@@ -105,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
         hits_SN = weights_SN.new_empty(count, rows, dtype=torch.bool)
         gradient_SNC = torch.empty_like(states_SNC) if wanted_states else None
         gradient_UC = torch.zeros_like(weight_UC) if wanted_weight else None
-        size = max(1, PIECE // (len(weight_UC) * count))
+        size = max(ROWS, PIECE // (len(weight_UC) * count))
         for begin in range(0, rows, size):
             piece = slice(begin, begin + size)
             states_MC = states_SNC[:, piece].flatten(0, 1)

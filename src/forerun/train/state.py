@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ STATES = "training/states-*.bin"
 @dataclass(slots=True)
 class Progress:
     """How far a run is. steps: of the whole run, fixed before the first. curve: loss of each step.
+    stopped: the step of a trial that ended the run before, and what it found.
 
     tensors: parameters and optimiser, as torch.distributed.checkpoint names them.
     """
@@ -38,6 +40,11 @@ class Progress:
     seconds: float = 0.0
     curve: list[float] = field(default_factory=list)
     trials: list[dict[str, Any]] = field(default_factory=list)
+    stopped: dict[str, Any] | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.stopped is not None or self.step == self.steps
 
 
 class Folder:
@@ -79,13 +86,10 @@ class Folder:
         self,
         progress: Progress,
         tensors: Mapping[str, Any],
-        draft: Callable[[Path], None],
         facts: Mapping[str, Any],
     ) -> None:
-        """Write all files anew. draft: writes the draft into a folder."""
-        finished = progress.step == progress.steps
-        self.write_draft(draft)
-        if finished:
+        """Write all files but those of the draft anew."""
+        if progress.over:
             for file in [self.path / STATE, *self.path.glob(STATES)]:
                 file.unlink(missing_ok=True)
         else:
@@ -96,22 +100,28 @@ class Folder:
             "step": progress.step,
             "seconds": round(progress.seconds, 1),
             "trials": progress.trials,
+            "stopped": progress.stopped,
             "curve": [round(loss, 5) for loss in progress.curve],
         }
-        self._record({**facts, "finished": finished, **done})
+        self._record({**facts, "finished": progress.over, **done})
 
     def _record(self, facts: Mapping[str, Any]) -> None:
         text = json.dumps({"identity": self._identity, **facts}, indent=2)
         _replace(self.path / RECIPE, lambda file: _write(file, self._recipe.toml()))
         _replace(self.path / PROVENANCE, lambda file: _write(file, text + "\n"))
 
-    def write_draft(self, draft: Callable[[Path], None]) -> None:
-        """The draft alone."""
+    @contextmanager
+    def candidate(self, draft: Callable[[Path], None]) -> Iterator[Path]:
+        """A folder that holds a draft while it is being tried. draft: writes it there."""
         self.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.path, prefix=".new-") as scratch:
             draft(Path(scratch))
-            for file in sorted(Path(scratch).iterdir()):
-                file.replace(self.path / file.name)
+            yield Path(scratch)
+
+    def keep(self, candidate: Path) -> None:
+        """Make it the draft of the run."""
+        for file in sorted(candidate.iterdir()):
+            file.replace(self.path / file.name)
 
 
 def _plain(progress: Progress) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from forerun.errors import ConfigError
 from forerun.models.hub import DTYPES, LoadedModel, multiplies_bf16
 from forerun.train import vocabulary
 from forerun.train.capture import Capture, States
-from forerun.train.evaluate import Trial, evaluate, questions
+from forerun.train.evaluate import evaluate, questions
 from forerun.train.examples import Example, data_hash, load, split
 from forerun.train.objectives import OBJECTIVES, Loss, Objective
 from forerun.train.processes import Processes
@@ -38,6 +39,7 @@ from forerun.tune.meta import machine, versions
 MEASURED = 6  # steps whose speed decides how many there will be; the first is not counted
 BETAS = (0.9, 0.95)
 SAVES = 20  # times that the state is saved in a run
+_MARK = "network."  # before the names of its parameters, whatever it is wrapped in
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -103,6 +105,7 @@ class Trainer:
             )
         identity = {"model": model.name, "data": data_hash([*train, *held])}
         self.folder = Folder(folder, identity, recipe)
+        self._held = held
         self._questions = questions(held, recipe.trial_prompts)
         self.objective = self._make_objective()
         self._facts = {"command": list(command), "versions": versions(), "machine": machine()}
@@ -126,7 +129,7 @@ class Trainer:
         before = progress.seconds
         begin = time.monotonic()
         window = _Window()
-        while progress.step < progress.steps:
+        while not progress.over:
             loss = self._step(progress.step, progress.steps)
             if not math.isfinite(loss.mean):
                 raise ConfigError(
@@ -160,6 +163,10 @@ class Trainer:
                 f"{kept.coverage:.1%} of what is learned from"
             )
         noise = torch.Generator().manual_seed(recipe.seed)
+        if made.bounded and not recipe.trials:
+            raise ConfigError(
+                f"{recipe.kind} is held to its bound in trials; set trials to 1 or more"
+            )
         objective = made(made.settings(**recipe.options), self.model, kept, noise)
         trained = [p for p in objective.network.parameters() if p.requires_grad]
         self._say(
@@ -176,9 +183,17 @@ class Trainer:
         self._module = self._processes.wrap(module, self.recipe.shard)
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._trained, self.recipe.lr, BETAS, weight_decay=self.recipe.weight_decay, fused=True
+            self._groups(), self.recipe.lr, BETAS, weight_decay=self.recipe.weight_decay, fused=True
         )
         self._capture = Capture(objective.target, objective.taps, self._states())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameters of each part of the network."""
+        named = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad]
+        return [
+            {"params": [p for name, p in named if _own_name(name).startswith(part)]}
+            for part in self.objective.parts
+        ]
 
     def _states(self) -> States | None:
         """Where hidden states are kept, if the recipe wants so; each process has a file."""
@@ -236,6 +251,7 @@ class Trainer:
         for number, texts in enumerate(self._batches(0, MEASURED + 1)):
             if number == 1:
                 begin = time.monotonic()
+            self.objective.done = max(0.0, (number - 0.5) / MEASURED)  # spread over the run
             self._backward(texts, number)
             nn.utils.clip_grad_norm_(self._trained, self.recipe.clip)
             self._optimizer.zero_grad()
@@ -244,8 +260,10 @@ class Trainer:
     # ---- a step ---------------------------------------------------------------------------------
 
     def _step(self, step: int, steps: int) -> _Sums:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.rate(step, steps)
+        self.objective.done = step / steps
+        rate = self.recipe.rate(step, steps)
+        for group, part in zip(self._optimizer.param_groups, self.objective.parts, strict=True):
+            group["lr"] = rate * self.objective.rate(part)
         (texts,) = self._batches(step, 1)
         sums = self._backward(texts, step)
         nn.utils.clip_grad_norm_(self._trained, self.recipe.clip)
@@ -295,30 +313,43 @@ class Trainer:
         self._report.step(step)
 
     def _try(self, progress: Progress) -> None:
-        """Write the draft and let the engine answer held-out prompts with it."""
+        """Let the engine answer held-out prompts with the draft, and put it into the folder.
+
+        Where that would leave a model that has changed more than it may, what is there stays, and
+        the run is over.
+        """
         weights = self._weights()
         if self._processes.main:
-            self.folder.write_draft(lambda folder: self.objective.save(folder, weights))
-            trial: Trial = evaluate(
-                self.model,
-                self.objective.spec(self.folder.path),
-                self._questions,
-                self.recipe.trial_tokens,
-            )
-            progress.trials.append({"step": progress.step, **trial.json()})
-            self._say(f"step {progress.step}: {trial}")
-        self._processes.wait()
+            with self._candidate(weights) as folder:
+                model = self.objective.served(folder)
+                found: dict[str, Any] = {"step": progress.step}
+                if quality := self.objective.quality(model, self._held):
+                    found["quality"] = quality.json()
+                    self._say(f"step {progress.step}: {quality}")
+                if quality and quality.passed:
+                    progress.stopped = found
+                    last = progress.trials[-1]["step"]
+                    self._say(f"stopped, for the bound is passed; the draft of step {last} is kept")
+                else:
+                    spec = self.objective.spec(folder)
+                    trial = evaluate(model, spec, self._questions, self.recipe.trial_tokens)
+                    progress.trials.append({**found, **trial.json()})
+                    self._say(f"step {progress.step}: {trial}")
+                    self.folder.keep(folder)
+        if self._processes.agree(int(progress.over)) and not progress.over:
+            progress.stopped = {}
+
+    def _candidate(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[Path]:
+        return self.folder.candidate(lambda folder: self.objective.save(folder, weights))
 
     def _save(self, progress: Progress) -> None:
         parameters, optimizer = get_state_dict(self._module, self._optimizer, options=_WHOLE)
-        weights = _network(parameters)
         if self._processes.main:
-            self.folder.save(
-                progress,
-                {"parameters": parameters, "optimizer": optimizer},
-                lambda folder: self.objective.save(folder, weights),
-                self._facts,
-            )
+            if not self.recipe.trials:
+                with self._candidate(_network(parameters)) as folder:
+                    self.folder.keep(folder)
+            tensors = {"parameters": parameters, "optimizer": optimizer}
+            self.folder.save(progress, tensors, self._facts)
         self._processes.wait()
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
@@ -397,12 +428,12 @@ class _Window:
 
 def _network(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     """The state of the network alone, whatever it is wrapped in."""
-    mark = "network."
-    return {
-        name[name.index(mark) + len(mark) :]: tensor
-        for name, tensor in parameters.items()
-        if mark in name
-    }
+    return {_own_name(name): tensor for name, tensor in parameters.items() if _MARK in name}
+
+
+def _own_name(name: str) -> str:
+    """What the network itself calls a parameter."""
+    return name[name.index(_MARK) + len(_MARK) :]
 
 
 def _evenly(count: int, steps: int) -> set[int]:

@@ -21,6 +21,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from forerun.models.heads.attention import Attention, Memory, Rotary, Rotation
+from forerun.models.heads.decoder_layer import DecoderLayer
 from forerun.models.heads.layers import MLP, LayerSettings, RMSNorm, Size
 
 
@@ -137,7 +138,7 @@ class Eagle1(EagleDraft):
         c = settings
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=c.fc_bias)
         # The first layer reads what fc gives as it is.
-        self.layers = nn.ModuleList(_Layer(c, normed=index > 0) for index in range(c.layers))
+        self.layers = nn.ModuleList(DecoderLayer(c, normed=index > 0) for index in range(c.layers))
 
     def fuse(self, features_BRF: Tensor) -> Tensor:
         return features_BRF
@@ -168,7 +169,7 @@ class Eagle3(EagleDraft):
         self.input_norm = RMSNorm(features, c.norm_eps) if c.norm_before_fc else None
         norms = (RMSNorm(c.target_hidden_size, c.norm_eps) for _ in range(c.tap_count))
         self.fc_norm = nn.ModuleList(norms) if c.fc_norm else None
-        more = (_Layer(c, normed=True) for _ in range(1, c.layers))
+        more = (DecoderLayer(c, normed=True) for _ in range(1, c.layers))
         self.layers = nn.ModuleList([_Eagle3Layer(c), *more])
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         if c.own_head:
@@ -197,23 +198,6 @@ class Eagle3(EagleDraft):
 
     def readout(self, hidden_BRC: Tensor) -> Tensor:
         return hidden_BRC if self.settings.norm_output else self.norm(hidden_BRC)
-
-
-class _Layer(nn.Module):
-    """A decoder layer; in EAGLE-1 the first one has no norm before attention."""
-
-    def __init__(self, settings: EagleSettings, normed: bool) -> None:
-        super().__init__()
-        c = settings
-        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps) if normed else nn.Identity()
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.mlp = MLP(c)
-
-    def forward(self, x_BRC: Tensor, rotation: Rotation, memory: Memory, index: int) -> Tensor:
-        x_BRC = x_BRC + self.self_attn(self.input_layernorm(x_BRC), rotation, memory, index)
-        y_BRC: Tensor = x_BRC + self.mlp(self.post_attention_layernorm(x_BRC))
-        return y_BRC
 
 
 class _Eagle3Layer(nn.Module):

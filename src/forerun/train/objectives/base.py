@@ -6,7 +6,7 @@ V tokens of the target, U of the draft, C hidden size, P positions (unroll steps
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,9 @@ from forerun.config import Settings
 from forerun.models.hub import LoadedModel
 from forerun.models.target import OpenTarget, opened
 from forerun.train.capture import Batch
+from forerun.train.examples import Example
 from forerun.train.losses import Head
+from forerun.train.quality import Quality
 from forerun.train.vocabulary import Vocabulary
 
 
@@ -43,6 +45,9 @@ class Objective(ABC):
     they are told otherwise. taps: boundaries of the target that it
     reads. network: float32; what requires a gradient is trained. It starts from the target where
     that helps.
+    parts: of the network, by how the names of its parameters begin, that learn at rates of their
+    own. done: share of the run that lies behind; kinds that train in stages look at it.
+    bounded: trials hold it to a bound, so that there must be some.
     vocabulary: the tokens that it may propose; _teacher_head: the target's rows of them, frozen;
     _known_V: their draft ids, -1 elsewhere. generator: for what starts at random.
     """
@@ -50,8 +55,11 @@ class Objective(ABC):
     name: ClassVar[str]
     settings: ClassVar[type[Settings]]
     defaults: ClassVar[Mapping[str, Any]] = {}
+    parts: ClassVar[tuple[str, ...]] = ("",)
+    bounded: ClassVar[bool] = False
     taps: tuple[int, ...]
     network: nn.Module
+    done: float = 0.0
 
     def __init__(
         self,
@@ -75,6 +83,10 @@ class Objective(ABC):
         Runs under autocast where products are to be in bfloat16.
         """
 
+    def rate(self, part: str) -> float:
+        """How fast a part learns now, as a share of the recipe's learning rate."""
+        return 1.0
+
     @abstractmethod
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a folder that `--draft`, `inspect` and `export` take, in the target's type.
@@ -86,6 +98,14 @@ class Objective(ABC):
     def spec(self, folder: Path) -> str:
         """The draft spec that serves such a folder as it was trained to be used."""
 
+    def served(self, folder: Path) -> LoadedModel:
+        """The model that such a folder drafts for; another one where the model is trained, too."""
+        return self.model
+
+    def quality(self, served: LoadedModel, held: Sequence[Example]) -> Quality | None:
+        """What became of that model's abilities on held-out texts; None where it is the target."""
+        return None
+
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """What products are computed in now."""
@@ -96,10 +116,16 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 def no_loss(network: nn.Module, positions: int) -> Loss:
     """Of a batch in which nothing is learned: every gradient is there, and zero."""
-    trained = [each for each in network.parameters() if each.requires_grad]
-    total = torch.stack([each.sum() for each in trained]).sum() * 0
+    total = nothing(network)
     nothing_P = total.detach().expand(positions)
     return Loss(total, total.detach(), nothing_P, nothing_P, nothing_P)
+
+
+def nothing(network: nn.Module) -> Tensor:
+    """Zero, of which every trained parameter has a gradient of zeros: several processes wait for
+    the gradients of all."""
+    trained = [each for each in network.parameters() if each.requires_grad]
+    return torch.stack([each.sum() for each in trained]).sum() * 0
 
 
 def head_rows(target: OpenTarget, ids_U: Tensor) -> Tensor:

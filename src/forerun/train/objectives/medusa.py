@@ -15,13 +15,13 @@ B sequences, R rows, N supervised tokens, S heads, C hidden size, U tokens of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.config import Settings
 from forerun.interop import medusa as checkpoint
@@ -34,25 +34,87 @@ from forerun.train.objectives.base import Loss, Objective, compute_dtype
 from forerun.train.vocabulary import Vocabulary
 
 
-class MedusaSettings(Settings):
+class HeadSettings(Settings):
     """heads: tokens to look ahead. layers: residual layers of each head. decay: weight of a head
-    against the one before it. labels: `soft` teaches the target's law, `hard` the token it wrote.
+    against the one before it.
     """
-
-    title = "medusa"
 
     heads: Size = 4
     layers: Size = 1
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
+class MedusaSettings(HeadSettings):
+    """labels: `soft` teaches the target's law, `hard` the token it wrote."""
+
+    title = "medusa"
+
     labels: Literal["soft", "hard"] = "soft"
 
 
-class Medusa1(Objective):
+class MedusaObjective(Objective):
+    """What Medusa-1 and Medusa-2 share: how heads are taught."""
+
+    taps = ()
+
+    def _teach(
+        self,
+        batch: Batch,
+        states_BRC: Tensor,
+        blocks: Iterable[nn.Module],
+        settings: HeadSettings,
+        own: float | None = None,
+        hard: bool = False,
+    ) -> Loss:
+        """states_BRC: what heads read, behind the final norm. blocks: of the heads.
+
+        own: weight of what the model that has these states says itself, taught the target's law
+        like a head that reads the row of the law; None where that model is the target.
+        hard: teach the tokens of the text instead of the law.
+        """
+        first, modules = (1, [*blocks]) if own is None else (0, [nn.Identity(), *blocks])
+        weights_S = [settings.decay**k for k in range(settings.heads)]
+        weights_S = weights_S if own is None else [own, *weights_S]
+        sequence_N, row_N = batch.supervised_BR[:, 1:].nonzero(as_tuple=True)
+        device = row_N.device
+        reach_S1 = torch.arange(first, settings.heads + 1, device=device)[:, None]
+        valid_SN = row_N >= reach_S1
+        read_SN = (row_N - reach_S1).clamp(min=0)
+        states_BRC = states_BRC.to(compute_dtype(device))
+        states_SNC = torch.stack(
+            [
+                module(states_BRC[sequence_N, read_N])
+                for module, read_N in zip(modules, read_SN, strict=True)
+            ]
+        ).to(self._teacher_head.weight_UC.dtype)
+        labels_N = self._known_V[batch.tokens_BR[sequence_N, row_N + 1]]
+        learned_SN = valid_SN & (labels_N >= 0) if hard else valid_SN
+        weights_SN = torch.tensor(weights_S, device=device)[:, None] * learned_SN
+        if hard:
+            rows = hard_cross_entropy(states_SNC, self._teacher_head, weights_SN, labels_N)
+        else:
+            teacher_NC = batch.final_BRC[sequence_N, row_N]
+            rows = soft_cross_entropy(
+                states_SNC, self._teacher_head, teacher_NC, self._teacher_head, weights_SN, labels_N
+            )
+        count, heads = weights_SN.sum(), slice(1 - first, None)
+        return Loss(
+            total=rows.total / count.clamp(min=1e-6),
+            count=count,
+            loss_P=(rows.loss_SN * learned_SN).sum(1)[heads],
+            hits_P=(rows.hits_SN & valid_SN).sum(1)[heads],
+            rows_P=valid_SN.sum(1)[heads],
+        )
+
+    def spec(self, folder: Path) -> str:
+        return f"medusa:{folder}"
+
+
+class Medusa1(MedusaObjective):
     """The residual layers of all heads are trained, and nothing else."""
 
     name = "medusa"
     settings = MedusaSettings
-    taps = ()
 
     def __init__(
         self,
@@ -84,40 +146,10 @@ class Medusa1(Objective):
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
         """Nothing is drawn."""
-        sequence_N, row_N = batch.supervised_BR[:, 1:].nonzero(as_tuple=True)
-        reach_S1 = torch.arange(1, self._s.heads + 1, device=row_N.device)[:, None]
-        valid_SN = row_N >= reach_S1
-        read_SN = (row_N - reach_S1).clamp(min=0)
-        final_BRC = batch.final_BRC.to(compute_dtype(row_N.device))
-        states_SNC = torch.stack(
-            [
-                block(final_BRC[sequence_N, read_N])
-                for block, read_N in zip(self.network.blocks, read_SN, strict=True)
-            ]
-        ).to(self._teacher_head.weight_UC.dtype)
-        labels_N = self._known_V[batch.tokens_BR[sequence_N, row_N + 1]]
-        learned_SN = valid_SN & (labels_N >= 0) if self._s.labels == "hard" else valid_SN
-        weights_SN = self._s.decay ** (reach_S1 - 1) * learned_SN
-        if self._s.labels == "hard":
-            rows = hard_cross_entropy(states_SNC, self._teacher_head, weights_SN, labels_N)
-        else:
-            teacher_NC = batch.final_BRC[sequence_N, row_N]
-            rows = soft_cross_entropy(
-                states_SNC, self._teacher_head, teacher_NC, self._teacher_head, weights_SN, labels_N
-            )
-        count = weights_SN.sum()
-        return Loss(
-            total=rows.total / count.clamp(min=1e-6),
-            count=count,
-            loss_P=(rows.loss_SN * learned_SN).sum(1),
-            hits_P=(rows.hits_SN & valid_SN).sum(1),
-            rows_P=valid_SN.sum(1),
-        )
+        hard = self._s.labels == "hard"
+        return self._teach(batch, batch.final_BRC, self.network.blocks, self._s, hard=hard)
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         heads = MedusaHeads(self._config)
         heads.load_state_dict(dict(weights))
         checkpoint.export(heads.to(self.target.info.dtype), "vllm", folder, self.model.name)
-
-    def spec(self, folder: Path) -> str:
-        return f"medusa:{folder}"
