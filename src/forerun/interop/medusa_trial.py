@@ -106,7 +106,8 @@ def _said(
     columns_NR, _ = best(logits_AKU.flatten(0, 1), min(ranks, logits_AKU.shape[-1]))
     if heads.token_map is not None:
         columns_NR = heads.token_map[columns_NR]
-    return columns_NR.unflatten(0, logits_AKU.shape[:2]).cpu()
+    said_AKR: Tensor = columns_NR.unflatten(0, logits_AKU.shape[:2]).cpu()
+    return said_AKR
 
 
 def _behind(heads: MedusaHeads, speech: Speech) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -109,7 +109,8 @@ class DFlashRounds(Rounds):
     ) -> list[Drafted]:
         """What `best_tree` would make of the logits of blocks of so many slots. Context that was
         due is written behind that of its span, but not committed."""
-        blocks, positions = [], 0
+        blocks: list[Any] = []  # tuples, which ctypes makes structures of
+        positions = 0
         for span, taps_RF, anchor in starts:
             due = 0 if taps_RF is None else len(taps_RF)
             blocks.append((span.base, span.length, due, address(taps_RF), anchor))

@@ -9,7 +9,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -126,7 +126,7 @@ class EagleRounds(Rounds):
 
 def _lanes(starts: Sequence[Start], due: array[int]) -> ctypes.Array[Lane]:
     """The requests as compiled code sees them. due: the tokens of all, one after the other."""
-    lanes = []
+    lanes: list[Any] = []  # tuples, which ctypes makes structures of
     due_at = due.buffer_info()[0]
     for start in starts:
         lanes.append(

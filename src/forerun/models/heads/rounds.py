@@ -109,7 +109,7 @@ class Rounds:
     def _trees(self, wanted: Sequence[Wanted], ends: array[int]) -> ctypes.Array[Tree]:
         """The trees as compiled code is asked for them, with room for their nodes. ends: those of
         all, one after the other."""
-        trees = []
+        trees: list[Any] = []  # tuples, which ctypes makes structures of
         ends_at, nodes = ends.buffer_info()[0], 0
         for each in wanted:
             trees.append((each.nodes, len(each.ends), ends_at, each.ratio, nodes))
