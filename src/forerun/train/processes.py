@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -21,6 +22,8 @@ class Processes:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            # Its threads abort the process if they are still there when the interpreter goes.
+            atexit.register(dist.destroy_process_group)
         self.rank = dist.get_rank() if self.count > 1 else 0
 
     @property

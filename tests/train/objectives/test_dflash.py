@@ -202,8 +202,7 @@ def engine_difference(
         drafter.observe([asked], [Verdict((), tokens[upto])], [taps_RTE])
     state = drafter._contexts[asked.id]
     assert drafter._has_room(asked, state)
-    drafter._settle([state])
-    drafted_DU = drafter._block([asked], [state])[0]
+    drafted_DU = drafter._logits([asked], drafter._depth)[0]
     batch = capture(trained, Example(tokens, [True] * len(tokens), ""))
     others = [3, anchor, 12]  # blocks beside it change nothing
     hidden_DC = trained.slots(batch, torch.tensor([others]))[0, 1].detach()
