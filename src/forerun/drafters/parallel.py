@@ -41,13 +41,15 @@ class ParallelDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         asked, nodes = [], []
+        in_one_call = self._has_rounds()
         for request, budget in zip(requests, budgets, strict=True):
             if budget > 0 and self._is_ready(request):
                 asked.append(request)
                 nodes.append(min(budget, self._nodes))
+                in_one_call = in_one_call and Place(request).is_argmax
         if not asked:
             return [Draft()] * len(requests)
-        if self._has_rounds() and all(Place(request).is_argmax for request in asked):
+        if in_one_call:
             drafts = self._in_one_call(asked, nodes)
         else:
             drafts = self._step_by_step(asked, nodes)

@@ -95,11 +95,11 @@ class Rounds:
         ends = array("q", [token for each in wanted for token in each.ends])
         trees = self._trees(wanted, ends)
         self.seconds = round(
-            ctypes.byref(network),
-            ctypes.byref(to),
+            ctypes.addressof(network),
+            ctypes.addressof(to),
             *starts,
             trees,
-            ctypes.byref(self._nodes.room),
+            self._nodes.room_at,
             len(trees),
         )
         if self.seconds < 0:
@@ -130,7 +130,8 @@ class _Nodes:
         self._beliefs = array("d", bytes(8 * count))
         self._survival = array("d", bytes(8 * count))
         arrays = (self._tokens, self._parents, self._beliefs, self._survival)
-        self.room = Room(*(each.buffer_info()[0] for each in arrays))
+        self._room = Room(*(each.buffer_info()[0] for each in arrays))
+        self.room_at = ctypes.addressof(self._room)
 
     def drafted(self, begin: int, end: int) -> Drafted:
         """The tree whose nodes lie there."""
