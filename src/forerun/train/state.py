@@ -1,9 +1,10 @@
 """Where a run stands: its folder, what it writes there, and how it is taken up again.
 
-    DIR/                   the draft as it was last saved, for --draft, inspect and export
+    DIR/                   the best draft so far, for --draft, inspect and export: that of the trial
+                           which brought most tokens a pass; without trials, the last one
     DIR/training.json      how it came about: command, versions, seed, data, recipe, curve, trials
-    DIR/training/          recipe.toml; until the run is over, state.pt to go on from and, if they
-                           are kept, the hidden states
+    DIR/training/          recipe.toml; until the run is over, the last state, state.pt, to go
+                           on from and, if they are kept, the hidden states
 
 Files are replaced as a whole, so that a kill leaves the old or the new ones.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ STATES = "training/states-*.bin"
 class Progress:
     """How far a run is. steps: of the whole run, fixed before the first. curve: loss of each step.
 
-    tensors: parameters and optimiser, as torch.distributed.checkpoint names them.
+    trials: of the draft as it was then. shapes: trials of the best draft at the end, by spec.
     """
 
     steps: int
@@ -38,6 +40,25 @@ class Progress:
     seconds: float = 0.0
     curve: list[float] = field(default_factory=list)
     trials: list[dict[str, Any]] = field(default_factory=list)
+    shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The trial whose passes brought most tokens, of equal ones the last.
+
+        What a draft of one kind costs does not change while it learns, so that this is also the
+        fastest one, without the noise of a clock.
+        """
+        trials = self.trials
+        return max(
+            trials, key=lambda trial: (trial["tokens_per_pass"], trial["step"]), default=None
+        )
+
+    @property
+    def spec(self) -> str | None:
+        """With which the best draft was fastest."""
+        shapes = self.shapes
+        return max(shapes, key=lambda spec: float(shapes[spec]["speedup"]), default=None)
 
 
 class Folder:
@@ -79,15 +100,13 @@ class Folder:
         self,
         progress: Progress,
         tensors: Mapping[str, Any],
-        draft: Callable[[Path], None],
         facts: Mapping[str, Any],
     ) -> None:
-        """Write all files anew. draft: writes the draft into a folder."""
+        """Write all files but the draft anew."""
         finished = progress.step == progress.steps
-        self.write_draft(draft)
         if finished:
-            for file in [self.path / STATE, *self.path.glob(STATES)]:
-                file.unlink(missing_ok=True)
+            (self.path / STATE).unlink(missing_ok=True)
+            self.drop_states()
         else:
             state = {"progress": _plain(progress), "tensors": dict(tensors)}
             _replace(self.path / STATE, lambda file: torch.save(state, file))
@@ -95,6 +114,9 @@ class Folder:
             "steps": progress.steps,
             "step": progress.step,
             "seconds": round(progress.seconds, 1),
+            "spec": progress.spec,
+            "best": progress.best and progress.best["step"],
+            "shapes": progress.shapes,
             "trials": progress.trials,
             "curve": [round(loss, 5) for loss in progress.curve],
         }
@@ -105,13 +127,23 @@ class Folder:
         _replace(self.path / RECIPE, lambda file: _write(file, self._recipe.toml()))
         _replace(self.path / PROVENANCE, lambda file: _write(file, text + "\n"))
 
-    def write_draft(self, draft: Callable[[Path], None]) -> None:
-        """The draft alone."""
+    @contextmanager
+    def candidate(self, draft: Callable[[Path], None]) -> Iterator[Path]:
+        """A folder that holds a draft while it is being tried. draft: writes it there."""
         self.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.path, prefix=".new-") as scratch:
             draft(Path(scratch))
-            for file in sorted(Path(scratch).iterdir()):
-                file.replace(self.path / file.name)
+            yield Path(scratch)
+
+    def keep(self, candidate: Path) -> None:
+        """Make it the draft of the run."""
+        for file in sorted(candidate.iterdir()):
+            file.replace(self.path / file.name)
+
+    def drop_states(self) -> None:
+        """Hidden states that were kept; a run that goes on computes them again."""
+        for file in self.path.glob(STATES):
+            file.unlink(missing_ok=True)
 
 
 def _plain(progress: Progress) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ from forerun.tune.meta import machine, versions
 MEASURED = 6  # steps whose speed decides how many there will be; the first is not counted
 BETAS = (0.9, 0.95)
 SAVES = 20  # times that the state is saved in a run
+SHAPES = 2  # trials that those of all shapes at the end take as long as
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -107,8 +109,12 @@ class Trainer:
         self.objective = self._make_objective()
         self._facts = {"command": list(command), "versions": versions(), "machine": machine()}
 
-    def run(self) -> Progress:
-        """Train to the end; what came of it."""
+    def run(self, tried_after: Sequence[float] = ()) -> Progress:
+        """Train to the end; what came of it.
+
+        tried_after: instead, try the draft after these shares of the steps, and leave the run
+        behind the last of them, so that it can be taken up.
+        """
         begun = time.monotonic()
         found = self.folder.begin()
         self._processes.wait()  # nobody writes before all have looked
@@ -121,25 +127,31 @@ class Trainer:
             if self._processes.main:
                 self.folder.claim(self._facts)
             progress = self._plan(begun)
-        trials = _evenly(self.recipe.trials, progress.steps)
+        end = progress.steps
+        trials = _evenly(self.recipe.trials, end)
+        if tried_after:
+            trials = {max(1, round(share * progress.steps)) for share in tried_after}
+            end = max(trials)
         saves = _evenly(SAVES, progress.steps) | trials
         before = progress.seconds
         begin = time.monotonic()
         window = _Window()
-        while progress.step < progress.steps:
+        while progress.step < end:
             loss = self._step(progress.step, progress.steps)
             if not math.isfinite(loss.mean):
                 raise ConfigError(
                     f"the loss is {loss.mean} at step {progress.step}; lower lr in the recipe and "
-                    f"train anew: {self.folder.path} holds the draft as it was last saved"
+                    f"train anew: {self.folder.path} holds the best draft so far"
                 )
             window.add(loss)
             progress.curve.append(loss.mean)
             progress.step += 1
             progress.seconds = before + time.monotonic() - begin
-            self._tell(window, progress)
+            self._tell(window, progress, end)
             if progress.step in trials:
                 self._try(progress)
+            if progress.step == progress.steps and progress.trials:
+                self._choose_shape(progress)
             if progress.step in saves:
                 self._save(progress)
         return progress
@@ -208,7 +220,7 @@ class Trainer:
             progress.steps = max(1, round(recipe.tokens / (text * recipe.batch)))
         else:
             assert recipe.budget_seconds is not None
-            until = begun + recipe.budget_seconds - recipe.trials * trial
+            until = begun + recipe.budget_seconds - (recipe.trials + SHAPES) * trial
             progress.steps = self._processes.agree(self._count_steps(until))
         rounds = progress.steps * recipe.batch / len(self.train)
         self._say(
@@ -281,44 +293,61 @@ class Trainer:
 
     # ---- between steps --------------------------------------------------------------------------
 
-    def _tell(self, window: _Window, progress: Progress) -> None:
+    def _tell(self, window: _Window, progress: Progress, end: int) -> None:
         if not self._processes.main:
             return
         step = Step(
             progress.step,
-            progress.steps,
+            end,
             window.loss,
             window.accuracy,
             window.tokens_per_second,
-            (progress.steps - progress.step) * window.seconds_per_step,
+            (end - progress.step) * window.seconds_per_step,
         )
         self._report.step(step)
 
     def _try(self, progress: Progress) -> None:
-        """Write the draft and let the engine answer held-out prompts with it."""
+        """Let the engine answer held-out prompts with the draft, and keep it if it is the best."""
         weights = self._weights()
         if self._processes.main:
-            self.folder.write_draft(lambda folder: self.objective.save(folder, weights))
-            trial: Trial = evaluate(
-                self.model,
-                self.objective.spec(self.folder.path),
-                self._questions,
-                self.recipe.trial_tokens,
-            )
-            progress.trials.append({"step": progress.step, **trial.json()})
-            self._say(f"step {progress.step}: {trial}")
+            with self._candidate(weights) as folder:
+                spec = self.objective.spec(folder)
+                trial = self._evaluate([spec])[spec]
+                progress.trials.append({"step": progress.step, **trial.json()})
+                self._say(f"step {progress.step}: {trial}")
+                if progress.best is progress.trials[-1]:
+                    self.folder.keep(folder)
         self._processes.wait()
+
+    def _choose_shape(self, progress: Progress) -> None:
+        """Find out how the best draft is fastest here."""
+        if not self._processes.main:
+            return
+        best, last = progress.best, progress.trials[-1]
+        if best and best is not last:
+            self._say(
+                f"the draft of step {best['step']} is kept: it brought "
+                f"{best['tokens_per_pass']:.2f} tokens a pass, the last one "
+                f"{last['tokens_per_pass']:.2f}"
+            )
+        for spec, trial in self._evaluate(self.objective.specs(self.folder.path)).items():
+            progress.shapes[spec] = trial.json()
+            self._say(f"{spec}: {trial}")
+
+    def _evaluate(self, specs: Sequence[str]) -> dict[str, Trial]:
+        return evaluate(self.model, specs, self._questions, self.recipe.trial_tokens)
+
+    def _candidate(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[Path]:
+        return self.folder.candidate(lambda folder: self.objective.save(folder, weights))
 
     def _save(self, progress: Progress) -> None:
         parameters, optimizer = get_state_dict(self._module, self._optimizer, options=_WHOLE)
-        weights = _network(parameters)
         if self._processes.main:
-            self.folder.save(
-                progress,
-                {"parameters": parameters, "optimizer": optimizer},
-                lambda folder: self.objective.save(folder, weights),
-                self._facts,
-            )
+            if not progress.trials:
+                with self._candidate(_network(parameters)) as folder:
+                    self.folder.keep(folder)
+            tensors = {"parameters": parameters, "optimizer": optimizer}
+            self.folder.save(progress, tensors, self._facts)
         self._processes.wait()
 
     def _restore(self, tensors: Mapping[str, Any]) -> None:
@@ -410,15 +439,15 @@ def _evenly(count: int, steps: int) -> set[int]:
     return {round(steps * (place + 1) / count) for place in range(count)} - {0}
 
 
-def train(
+def prepare(
     recipe: Recipe,
     model: LoadedModel,
     data: Sequence[Path],
     folder: Path,
     report: Report,
     command: Sequence[str] = (),
-) -> Progress:
-    """Train on the files of `data` and leave a draft in `folder`."""
+) -> Trainer:
+    """A run on the files of `data` that leaves a draft in `folder`."""
     found = load(data, model.tokenizer, min(recipe.max_length, model.target.info.max_length))
     learned, held = split(found, recipe.held_out, recipe.seed)
-    return Trainer(recipe, model, learned, held, folder, report, command).run()
+    return Trainer(recipe, model, learned, held, folder, report, command)

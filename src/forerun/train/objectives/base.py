@@ -40,8 +40,9 @@ class Objective(ABC):
     """A draft in training: its network, and how a batch becomes a loss.
 
     settings: the options of its kind, with their defaults. defaults: what its recipes say unless
-    they are told otherwise. taps: boundaries of the target that it
-    reads. network: float32; what requires a gradient is trained. It starts from the target where
+    they are told otherwise. shapes: options that give its drafts other shapes, which may be faster
+    than `spec`. taps: boundaries of the target that it reads. ahead: tokens that it is taught to
+    draft. network: float32; what requires a gradient is trained. It starts from the target where
     that helps.
     vocabulary: the tokens that it may propose; _teacher_head: the target's rows of them, frozen;
     _known_V: their draft ids, -1 elsewhere. generator: for what starts at random.
@@ -50,7 +51,9 @@ class Objective(ABC):
     name: ClassVar[str]
     settings: ClassVar[type[Settings]]
     defaults: ClassVar[Mapping[str, Any]] = {}
+    shapes: ClassVar[tuple[str, ...]] = ("top_k=4,nodes=8", "top_k=4,nodes=16")
     taps: tuple[int, ...]
+    ahead: int
     network: nn.Module
 
     def __init__(
@@ -85,6 +88,10 @@ class Objective(ABC):
     @abstractmethod
     def spec(self, folder: Path) -> str:
         """The draft spec that serves such a folder as it was trained to be used."""
+
+    def specs(self, folder: Path) -> list[str]:
+        """That one and those of other shapes."""
+        return [self.spec(folder), *(f"{self.name}:{folder},{shape}" for shape in self.shapes)]
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

@@ -52,6 +52,7 @@ class Medusa1(Objective):
 
     name = "medusa"
     settings = MedusaSettings
+    shapes = ("top_k=1", "top_k=4,nodes=8")  # beside a tree of 16
     taps = ()
 
     def __init__(
@@ -64,6 +65,7 @@ class Medusa1(Objective):
         super().__init__(settings, model, vocabulary, generator)
         assert isinstance(settings, MedusaSettings)
         self._s = settings
+        self.ahead = settings.heads
         info = self.target.info
         self._config = MedusaConfig(
             hidden_size=info.hidden_size,
