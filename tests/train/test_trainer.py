@@ -107,9 +107,9 @@ def test_the_best_draft_is_kept_and_its_fastest_shape_named(
         """The second of four trials is best; of shapes, the last is fastest."""
         folder = Path(specs[0].removeprefix("eagle3:").split(",")[0])
         tried.append((folder / "model.safetensors").read_bytes())
-        per_pass = (1.0, 2.0, 1.9, 1.9)[min(len(tried), 4) - 1]
+        length = (1.0, 2.0, 1.9, 1.9)[min(len(tried), 4) - 1]
         return {
-            spec: Trial(60, per_pass, [], per_pass, speedup=float(place), identical=2, prompts=2)
+            spec: Trial(60, length, [], length, speedup=float(place), identical=2, prompts=2)
             for place, spec in enumerate(specs, 1)
         }
 
@@ -121,7 +121,7 @@ def test_the_best_draft_is_kept_and_its_fastest_shape_named(
     watch = Watch()
     assert run(model, folder, watch, trials=3) == run(model, tmp_path / "whole")
     assert (folder / "model.safetensors").read_bytes() == tried[1] == tried[4]
-    assert any("the draft of step 6 is kept: it brought 2.00" in each for each in watch.said)
+    assert any("the draft of step 6 is kept: accepted 2.00" in each for each in watch.said)
     record = json.loads((folder / PROVENANCE).read_text())
     assert record["best"] == 6
     assert record["spec"] == f"eagle3:{folder},top_k=4,nodes=16"
@@ -129,7 +129,7 @@ def test_the_best_draft_is_kept_and_its_fastest_shape_named(
 
 
 def test_of_equal_drafts_the_last_is_kept() -> None:
-    trials = [{"step": step, "tokens_per_pass": 1.5} for step in (3, 6)]
+    trials = [{"step": step, "acceptance_length": 1.5} for step in (3, 6)]
     assert Progress(6, trials=trials).best is trials[1]
 
 

@@ -73,10 +73,12 @@ def pilot(
     watch = Watch()
     started = ["forerun", *sys.argv[1:]]
     first = next(iter(recipes.values()))
-    found = [count(first, loaded, data, out / "corpus", watch)]
-    for kind, recipe in recipes.items():
-        found.append(run(recipe, loaded, data, out / kind, watch, started))
-    watch.end()
+    try:
+        found = [count(first, loaded, data, out / "corpus", watch)]
+        for kind, recipe in recipes.items():
+            found.append(run(recipe, loaded, data, out / kind, watch, started))
+    finally:
+        watch.end()
     figures = json.dumps([asdict(prospect) for prospect in found], indent=2)
     (out / "pilot.json").write_text(figures + "\n", encoding="utf-8")
     console = Console()

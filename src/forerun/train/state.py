@@ -1,7 +1,7 @@
 """Where a run stands: its folder, what it writes there, and how it is taken up again.
 
     DIR/                   the best draft so far, for --draft, inspect and export: that of the trial
-                           which brought most tokens a pass; without trials, the last one
+                           with the most accepted tokens a pass; without trials, the last one
     DIR/training.json      how it came about: command, versions, seed, data, recipe, curve, trials
     DIR/training/          recipe.toml; until the run is over, the last state, state.pt, to go
                            on from and, if they are kept, the hidden states
@@ -44,14 +44,15 @@ class Progress:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The trial whose passes brought most tokens, of equal ones the last.
+        """The trial with the largest acceptance length, of equal ones the last.
 
-        What a draft of one kind costs does not change while it learns, so that this is also the
-        fastest one, without the noise of a clock.
+        A draft of one kind goes on costing the same while it learns, so that this is also the
+        fastest one, without the noise of clocks: these also decide how often the engine drafts, and
+        thereby the tokens of a pass.
         """
         trials = self.trials
         return max(
-            trials, key=lambda trial: (trial["tokens_per_pass"], trial["step"]), default=None
+            trials, key=lambda trial: (trial["acceptance_length"], trial["step"]), default=None
         )
 
     @property

@@ -326,9 +326,9 @@ class Trainer:
         best, last = progress.best, progress.trials[-1]
         if best and best is not last:
             self._say(
-                f"the draft of step {best['step']} is kept: it brought "
-                f"{best['tokens_per_pass']:.2f} tokens a pass, the last one "
-                f"{last['tokens_per_pass']:.2f}"
+                f"the draft of step {best['step']} is kept: accepted "
+                f"{best['acceptance_length']:.2f} tokens a pass, the last one "
+                f"{last['acceptance_length']:.2f}"
             )
         for spec, trial in self._evaluate(self.objective.specs(self.folder.path)).items():
             progress.shapes[spec] = trial.json()
