@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from forerun.cli.progress import Progress
+from forerun.cli.progress import Line, Progress
 
 
 class Clock:
@@ -62,3 +62,17 @@ def test_a_terminal_has_one_line() -> None:
             progress.add(1)
     assert file.getvalue().count("\n") == 1
     assert file.getvalue().endswith("\r\x1b[Kanswers 2/2, 2 tokens, 1 tok/s, 2 s\n")
+
+
+def test_what_is_said_stays_above_what_changes() -> None:
+    clock, file = Clock(), Terminal()
+    line = Line(file, clock)
+    assert not line.due
+    clock.now += 1
+    assert line.due
+    line.show("step 1")
+    line.say("tried")
+    line.show("step 2")
+    line.end()
+    line.end()
+    assert file.getvalue() == "\r\x1b[Kstep 1\r\x1b[Ktried\n\r\x1b[Kstep 2\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli.main import main
-from forerun.cli.train import KINDS
+from forerun.cli.training import KINDS
 from forerun.interop import formats
 from forerun.train.objectives import OBJECTIVES
 from tiny import tiny_folder
@@ -60,6 +60,9 @@ def test_a_draft_is_trained_and_can_be_used(
     assert said.out == f"{out}\n"
     assert "draft vocabulary: 200 of 259 tokens, 100.0%" in said.err
     assert "plain decoding on 2 held-out prompts" in said.err
+    assert (
+        f"fastest here: forerun generate 'Why is the sky blue?' --model {model} --draft" in said.err
+    )
     assert formats.family(out) == "eagle"
     generate = ["generate", "Hello", "--model", str(model), "--draft", f"eagle3:{out}"]
     assert main([*generate, "--max-tokens", "5"]) == 0

@@ -13,10 +13,12 @@ from forerun.engine.costs import Costs
 from forerun.engine.llm import LLM
 from forerun.errors import ConfigError
 from forerun.models.hub import LoadedModel
+from forerun.train import trainer
+from forerun.train.evaluate import Trial
 from forerun.train.examples import Example
 from forerun.train.objectives import OBJECTIVES
 from forerun.train.recipe import Recipe, make_recipe, read_toml
-from forerun.train.state import PROVENANCE, RECIPE, STATE
+from forerun.train.state import PROVENANCE, RECIPE, STATE, Progress
 from forerun.train.trainer import Step, Trainer
 from forerun.tune.bench import Bench, Setting
 from forerun.tune.workloads import Prompt, Workload
@@ -54,11 +56,17 @@ def recipe(**values: Any) -> Recipe:
     return Recipe(**{**small, "draft_vocab": 200, "options": options, **values})
 
 
-def run(model: LoadedModel, folder: Path, watch: Watch | None = None, **values: Any) -> list[float]:
+def run(
+    model: LoadedModel,
+    folder: Path,
+    watch: Watch | None = None,
+    tried_after: tuple[float, ...] = (),
+    **values: Any,
+) -> list[float]:
     watch = watch or Watch()
     learned, held = EXAMPLES[:10], EXAMPLES[10:]
-    trainer = Trainer(recipe(**values), model, learned, held, folder, watch, ["forerun", "train"])
-    return trainer.run().curve
+    made = Trainer(recipe(**values), model, learned, held, folder, watch, ["forerun", "train"])
+    return made.run(tried_after).curve
 
 
 def test_a_killed_run_goes_on_with_the_same_losses(model: LoadedModel, tmp_path: Path) -> None:
@@ -74,6 +82,55 @@ def test_a_killed_run_goes_on_with_the_same_losses(model: LoadedModel, tmp_path:
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert files[0] == files[1]
     assert run(model, tmp_path / "other", seed=1) != whole
+
+
+def test_a_run_that_was_left_goes_on_with_the_same_losses(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    whole = run(model, tmp_path / "whole")
+    watch = Watch()
+    begun = run(model, tmp_path / "left", watch, tried_after=(0.1, 0.2))
+    assert begun == whole[: len(begun)]
+    assert (watch.steps[-1].step, watch.steps[-1].steps) == (4, 4)
+    tried = [sentence for sentence in watch.said if "accepted" in sentence]
+    assert [sentence.split(":")[0] for sentence in tried] == ["step 2", "step 4"]
+    assert run(model, tmp_path / "left", tried_after=(0.1, 0.2)) == begun
+    assert run(model, tmp_path / "left") == whole
+
+
+def test_the_best_draft_is_kept_and_its_fastest_shape_named(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bytes] = []
+
+    def scripted(model: LoadedModel, specs: list[str], *_: Any) -> dict[str, Trial]:
+        """The second of four trials is best; of shapes, the last is fastest."""
+        folder = Path(specs[0].removeprefix("eagle3:").split(",")[0])
+        tried.append((folder / "model.safetensors").read_bytes())
+        length = (1.0, 2.0, 1.9, 1.9)[min(len(tried), 4) - 1]
+        return {
+            spec: Trial(60, length, [], length, speedup=float(place), identical=2, prompts=2)
+            for place, spec in enumerate(specs, 1)
+        }
+
+    monkeypatch.setattr(trainer, "evaluate", scripted)
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(model, folder, Watch(stop_at=15), trials=3)
+    assert (folder / "model.safetensors").read_bytes() == tried[1] != tried[2]
+    watch = Watch()
+    assert run(model, folder, watch, trials=3) == run(model, tmp_path / "whole")
+    assert (folder / "model.safetensors").read_bytes() == tried[1] == tried[4]
+    assert any("the draft of step 6 is kept: accepted 2.00" in each for each in watch.said)
+    record = json.loads((folder / PROVENANCE).read_text())
+    assert record["best"] == 6
+    assert record["spec"] == f"eagle3:{folder},top_k=4,nodes=16"
+    assert not list(folder.glob(".new-*"))
+
+
+def test_of_equal_drafts_the_last_is_kept() -> None:
+    trials = [{"step": step, "acceptance_length": 1.5} for step in (3, 6)]
+    assert Progress(6, trials=trials).best is trials[1]
 
 
 def test_a_folder_takes_no_other_run(model: LoadedModel, tmp_path: Path) -> None:
@@ -97,10 +154,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(model: LoadedModel, tmp_path: Pa
         run(model, tmp_path / "run", lr=1e30, warmup=0.0)
 
 
-def test_eight_answers_are_learned_by_heart(model: LoadedModel, tmp_path: Path) -> None:
+def test_eight_answers_are_learned_by_heart(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Passes whose rows cost next to nothing: all that is drafted is checked.
+    monkeypatch.setattr(engine, "measure", lambda *_: Costs({1: 8.0, 8: 8.1, 32: 9.0}))
     learned, held = answers(model, 8), answers(model, 10)[8:]
     tokens = 200 * 8 * len(learned[0].tokens)
-    values = {"tokens": tokens, "batch": 8, "lr": 1e-2, "draft_vocab": "all", "trials": 1}
+    values = {"tokens": tokens, "batch": 8, "lr": 1e-2, "draft_vocab": "all"}
     watch = Watch()
     Trainer(recipe(**values), model, learned, held, tmp_path / "run", watch).run()
     assert watch.steps[-1].steps == 200
@@ -126,9 +187,11 @@ def test_what_it_prints_is_what_bench_measures(
         held.append(Example([*prompt, 65], [False] * len(prompt) + [True], str(each)))
     learned = answers(model, 8)
     values = {"tokens": 3000, "lr": 1e-2, "trials": 2, "trial_tokens": 24, "trial_prompts": 4}
-    trainer = Trainer(recipe(**values), model, learned, held, tmp_path / "run", Watch())
-    trials = trainer.run().trials
-    assert [trial["step"] for trial in trials] == [0, 10, 20]
+    made = Trainer(recipe(**values), model, learned, held, tmp_path / "run", Watch())
+    progress = made.run()
+    assert [trial["step"] for trial in progress.trials] == [0, 10, 20]
+    kept = progress.best
+    assert kept
 
     asked = Workload("mine", tuple(Prompt(str(i), tuple(m)) for i, m in enumerate(messages)))
     params = SamplingParams(temperature=0, max_tokens=24, seed=0)
@@ -136,10 +199,8 @@ def test_what_it_prints_is_what_bench_measures(
     bench = Bench(model, Setting([asked], [spec], params=params), lambda s, n: LLM(model, draft=s))
     list(bench.run())
     row = bench.rows()[-1]
-    assert row.acceptance_length == pytest.approx(trials[-1]["acceptance_length"], rel=0.02)
-    assert row.acceptance_per_position == pytest.approx(
-        trials[-1]["acceptance_per_position"], rel=0.02
-    )
+    assert row.acceptance_length == pytest.approx(kept["acceptance_length"], rel=0.02)
+    assert row.acceptance_per_position == pytest.approx(kept["acceptance_per_position"], rel=0.02)
     assert row.acceptance_length > 1
 
 

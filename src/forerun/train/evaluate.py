@@ -10,7 +10,7 @@ from forerun.engine.llm import LLM
 from forerun.models.hub import LoadedModel
 from forerun.models.tokenizer import Tokenizer
 from forerun.train.examples import Example
-from forerun.tune.bench import Bench, Setting
+from forerun.tune.bench import PLAIN, Bench, Row, Setting
 from forerun.tune.workloads import Prompt, Workload
 
 NAME = "held-out"
@@ -19,6 +19,8 @@ NAME = "held-out"
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Figures of `forerun bench`, see `tune/metrics.py`."""
+
+    output_tokens: int
 
     acceptance_length: float
     acceptance_per_position: list[float]
@@ -61,18 +63,24 @@ def questions(examples: Sequence[Example], count: int) -> Workload:
     return Workload(NAME, tuple(prompt for prompt in prompts if prompt.tokens))
 
 
-def evaluate(model: LoadedModel, spec: str, workload: Workload, max_tokens: int) -> Trial:
-    """Answer the prompts greedily, plainly and with a draft, one at a time."""
+def evaluate(
+    model: LoadedModel, specs: Sequence[str], workload: Workload, max_tokens: int
+) -> dict[str, Trial]:
+    """Answer the prompts greedily, plainly and with each draft in turn, one prompt at a time."""
 
     def start(spec: str, size: int) -> LLM:
         return LLM(model, draft=spec, max_num_seqs=size)
 
     params = SamplingParams(temperature=0, seed=0, max_tokens=max_tokens)
-    bench = Bench(model, Setting([workload], [spec], params=params), start)
+    bench = Bench(model, Setting([workload], specs, params=params), start)
     for _ in bench.run():
         pass
-    row = bench.rows()[-1]
+    return {row.spec: _trial(row) for row in bench.rows() if row.spec != PLAIN}
+
+
+def _trial(row: Row) -> Trial:
     return Trial(
+        row.output_tokens,
         row.acceptance_length,
         row.acceptance_per_position,
         row.tokens_per_pass,

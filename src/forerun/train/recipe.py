@@ -66,13 +66,17 @@ class Recipe(Settings):
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step (0, 1, ...)."""
-        warm = math.ceil(self.warmup * steps)
+        warm = self.warm(steps)
         if step < warm:
             return self.lr * (step + 1) / warm
         begin = warm if self.schedule == "cosine" else max(warm, steps - round(self.decay * steps))
         done = max(0.0, (step - begin) / max(1, steps - begin))
         share = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
         return self.lr * (self.final_lr + (1 - self.final_lr) * share)
+
+    def warm(self, steps: int) -> int:
+        """Steps over which the rate rises."""
+        return math.ceil(self.warmup * steps)
 
     def toml(self) -> str:
         """The recipe as a file that can be given again."""

@@ -1,9 +1,10 @@
 """Where a run stands: its folder, what it writes there, and how it is taken up again.
 
-    DIR/                   the draft as it was last saved, for --draft, inspect and export
+    DIR/                   the best draft so far, for --draft, inspect and export: that of the trial
+                           with the most accepted tokens a pass; without trials, the last one
     DIR/training.json      how it came about: command, versions, seed, data, recipe, curve, trials
-    DIR/training/          recipe.toml; until the run is over, state.pt to go on from and, if they
-                           are kept, the hidden states
+    DIR/training/          recipe.toml; until the run is over, the last state, state.pt, to go
+                           on from and, if they are kept, the hidden states
 
 Files are replaced as a whole, so that a kill leaves the old or the new ones.
 """
@@ -32,7 +33,7 @@ class Progress:
     """How far a run is. steps: of the whole run, fixed before the first. curve: loss of each step.
     stopped: the step of a trial that ended the run before, and what it found.
 
-    tensors: parameters and optimiser, as torch.distributed.checkpoint names them.
+    trials: of the draft as it was then. shapes: trials of the best draft at the end, by spec.
     """
 
     steps: int
@@ -41,10 +42,30 @@ class Progress:
     curve: list[float] = field(default_factory=list)
     trials: list[dict[str, Any]] = field(default_factory=list)
     stopped: dict[str, Any] | None = None
+    shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
         return self.stopped is not None or self.step == self.steps
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The trial with the largest acceptance length, of equal ones the last.
+
+        A draft of one kind goes on costing the same while it learns, so that this is also the
+        fastest one, without the noise of clocks: these also decide how often the engine drafts, and
+        thereby the tokens of a pass.
+        """
+        trials = self.trials
+        return max(
+            trials, key=lambda trial: (trial["acceptance_length"], trial["step"]), default=None
+        )
+
+    @property
+    def spec(self) -> str | None:
+        """With which the best draft was fastest."""
+        shapes = self.shapes
+        return max(shapes, key=lambda spec: float(shapes[spec]["speedup"]), default=None)
 
 
 class Folder:
@@ -88,10 +109,10 @@ class Folder:
         tensors: Mapping[str, Any],
         facts: Mapping[str, Any],
     ) -> None:
-        """Write all files but those of the draft anew."""
+        """Write all files but the draft anew."""
         if progress.over:
-            for file in [self.path / STATE, *self.path.glob(STATES)]:
-                file.unlink(missing_ok=True)
+            (self.path / STATE).unlink(missing_ok=True)
+            self.drop_states()
         else:
             state = {"progress": _plain(progress), "tensors": dict(tensors)}
             _replace(self.path / STATE, lambda file: torch.save(state, file))
@@ -99,6 +120,9 @@ class Folder:
             "steps": progress.steps,
             "step": progress.step,
             "seconds": round(progress.seconds, 1),
+            "spec": progress.spec,
+            "best": progress.best and progress.best["step"],
+            "shapes": progress.shapes,
             "trials": progress.trials,
             "stopped": progress.stopped,
             "curve": [round(loss, 5) for loss in progress.curve],
@@ -122,6 +146,11 @@ class Folder:
         """Make it the draft of the run."""
         for file in sorted(candidate.iterdir()):
             file.replace(self.path / file.name)
+
+    def drop_states(self) -> None:
+        """Hidden states that were kept; a run that goes on computes them again."""
+        for file in self.path.glob(STATES):
+            file.unlink(missing_ok=True)
 
 
 def _plain(progress: Progress) -> dict[str, Any]:

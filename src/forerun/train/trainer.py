@@ -28,7 +28,7 @@ from forerun.errors import ConfigError
 from forerun.models.hub import DTYPES, LoadedModel, multiplies_bf16
 from forerun.train import vocabulary
 from forerun.train.capture import Capture, States
-from forerun.train.evaluate import evaluate, questions
+from forerun.train.evaluate import Trial, evaluate, questions
 from forerun.train.examples import Example, data_hash, load, split
 from forerun.train.objectives import OBJECTIVES, Loss, Objective
 from forerun.train.processes import Processes
@@ -40,6 +40,7 @@ MEASURED = 6  # steps whose speed decides how many there will be; the first is n
 BETAS = (0.9, 0.95)
 SAVES = 20  # times that the state is saved in a run
 _MARK = "network."  # before the names of its parameters, whatever it is wrapped in
+SHAPES = 2  # trials that those of all shapes at the end take as long as
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -110,8 +111,12 @@ class Trainer:
         self.objective = self._make_objective()
         self._facts = {"command": list(command), "versions": versions(), "machine": machine()}
 
-    def run(self) -> Progress:
-        """Train to the end; what came of it."""
+    def run(self, tried_after: Sequence[float] = ()) -> Progress:
+        """Train to the end; what came of it.
+
+        tried_after: instead, try the draft after these shares of the steps, and leave the run
+        behind the last of them, so that it can be taken up.
+        """
         begun = time.monotonic()
         found = self.folder.begin()
         self._processes.wait()  # nobody writes before all have looked
@@ -124,25 +129,31 @@ class Trainer:
             if self._processes.main:
                 self.folder.claim(self._facts)
             progress = self._plan(begun)
-        trials = _evenly(self.recipe.trials, progress.steps)
+        end = progress.steps
+        trials = _evenly(self.recipe.trials, end)
+        if tried_after:
+            trials = {max(1, round(share * progress.steps)) for share in tried_after}
+            end = max(trials)
         saves = _evenly(SAVES, progress.steps) | trials
         before = progress.seconds
         begin = time.monotonic()
         window = _Window()
-        while not progress.over:
+        while progress.step < end and not progress.over:
             loss = self._step(progress.step, progress.steps)
             if not math.isfinite(loss.mean):
                 raise ConfigError(
                     f"the loss is {loss.mean} at step {progress.step}; lower lr in the recipe and "
-                    f"train anew: {self.folder.path} holds the draft as it was last saved"
+                    f"train anew: {self.folder.path} holds the best draft so far"
                 )
             window.add(loss)
             progress.curve.append(loss.mean)
             progress.step += 1
             progress.seconds = before + time.monotonic() - begin
-            self._tell(window, progress)
+            self._tell(window, progress, end)
             if progress.step in trials:
                 self._try(progress)
+            if progress.over and progress.trials:
+                self._choose_shape(progress)
             if progress.step in saves:
                 self._save(progress)
         return progress
@@ -223,7 +234,7 @@ class Trainer:
             progress.steps = max(1, round(recipe.tokens / (text * recipe.batch)))
         else:
             assert recipe.budget_seconds is not None
-            until = begun + recipe.budget_seconds - recipe.trials * trial
+            until = begun + recipe.budget_seconds - (recipe.trials + SHAPES) * trial
             progress.steps = self._processes.agree(self._count_steps(until))
         rounds = progress.steps * recipe.batch / len(self.train)
         self._say(
@@ -299,21 +310,21 @@ class Trainer:
 
     # ---- between steps --------------------------------------------------------------------------
 
-    def _tell(self, window: _Window, progress: Progress) -> None:
+    def _tell(self, window: _Window, progress: Progress, end: int) -> None:
         if not self._processes.main:
             return
         step = Step(
             progress.step,
-            progress.steps,
+            end,
             window.loss,
             window.accuracy,
             window.tokens_per_second,
-            (progress.steps - progress.step) * window.seconds_per_step,
+            (end - progress.step) * window.seconds_per_step,
         )
         self._report.step(step)
 
     def _try(self, progress: Progress) -> None:
-        """Let the engine answer held-out prompts with the draft, and put it into the folder.
+        """Let the engine answer held-out prompts with the draft, and keep it if it is the best.
 
         Where that would leave a model that has changed more than it may, what is there stays, and
         the run is over.
@@ -328,16 +339,35 @@ class Trainer:
                     self._say(f"step {progress.step}: {quality}")
                 if quality and quality.passed:
                     progress.stopped = found
-                    last = progress.trials[-1]["step"]
-                    self._say(f"stopped, for the bound is passed; the draft of step {last} is kept")
+                    self._say(f"stopped, for the bound is passed; {self.folder.path} is within it")
                 else:
                     spec = self.objective.spec(folder)
-                    trial = evaluate(model, spec, self._questions, self.recipe.trial_tokens)
+                    trial = self._evaluate(model, [spec])[spec]
                     progress.trials.append({**found, **trial.json()})
                     self._say(f"step {progress.step}: {trial}")
-                    self.folder.keep(folder)
+                    if progress.best is progress.trials[-1]:
+                        self.folder.keep(folder)
         if self._processes.agree(int(progress.over)) and not progress.over:
             progress.stopped = {}
+
+    def _choose_shape(self, progress: Progress) -> None:
+        """Find out how the best draft is fastest here."""
+        if not self._processes.main:
+            return
+        best, last = progress.best, progress.trials[-1]
+        if best and best is not last:
+            self._say(
+                f"the draft of step {best['step']} is kept: accepted "
+                f"{best['acceptance_length']:.2f} tokens a pass, the last one "
+                f"{last['acceptance_length']:.2f}"
+            )
+        model = self.objective.served(self.folder.path)
+        for spec, trial in self._evaluate(model, self.objective.specs(self.folder.path)).items():
+            progress.shapes[spec] = trial.json()
+            self._say(f"{spec}: {trial}")
+
+    def _evaluate(self, model: LoadedModel, specs: Sequence[str]) -> dict[str, Trial]:
+        return evaluate(model, specs, self._questions, self.recipe.trial_tokens)
 
     def _candidate(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[Path]:
         return self.folder.candidate(lambda folder: self.objective.save(folder, weights))
@@ -345,7 +375,7 @@ class Trainer:
     def _save(self, progress: Progress) -> None:
         parameters, optimizer = get_state_dict(self._module, self._optimizer, options=_WHOLE)
         if self._processes.main:
-            if not self.recipe.trials:
+            if not progress.trials:
                 with self._candidate(_network(parameters)) as folder:
                     self.folder.keep(folder)
             tensors = {"parameters": parameters, "optimizer": optimizer}
@@ -441,15 +471,15 @@ def _evenly(count: int, steps: int) -> set[int]:
     return {round(steps * (place + 1) / count) for place in range(count)} - {0}
 
 
-def train(
+def prepare(
     recipe: Recipe,
     model: LoadedModel,
     data: Sequence[Path],
     folder: Path,
     report: Report,
     command: Sequence[str] = (),
-) -> Progress:
-    """Train on the files of `data` and leave a draft in `folder`."""
+) -> Trainer:
+    """A run on the files of `data` that leaves a draft in `folder`."""
     found = load(data, model.tokenizer, min(recipe.max_length, model.target.info.max_length))
     learned, held = split(found, recipe.held_out, recipe.seed)
-    return Trainer(recipe, model, learned, held, folder, report, command).run()
+    return Trainer(recipe, model, learned, held, folder, report, command)

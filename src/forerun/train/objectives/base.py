@@ -42,12 +42,13 @@ class Objective(ABC):
     """A draft in training: its network, and how a batch becomes a loss.
 
     settings: the options of its kind, with their defaults. defaults: what its recipes say unless
-    they are told otherwise. taps: boundaries of the target that it
-    reads. network: float32; what requires a gradient is trained. It starts from the target where
+    they are told otherwise. shapes: options that give its drafts other shapes, which may be faster
+    than `spec`. taps: boundaries of the target that it reads. ahead: tokens that it is taught to
+    draft. network: float32; what requires a gradient is trained. It starts from the target where
     that helps.
     parts: of the network, by how the names of its parameters begin, that learn at rates of their
     own. done: share of the run that lies behind; kinds that train in stages look at it.
-    bounded: trials hold it to a bound, so that there must be some.
+    bounded: it changes the model, and trials hold it to a bound, so that there must be some.
     vocabulary: the tokens that it may propose; _teacher_head: the target's rows of them, frozen;
     _known_V: their draft ids, -1 elsewhere. generator: for what starts at random.
     """
@@ -57,7 +58,9 @@ class Objective(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     parts: ClassVar[tuple[str, ...]] = ("",)
     bounded: ClassVar[bool] = False
+    shapes: ClassVar[tuple[str, ...]] = ("top_k=4,nodes=8", "top_k=4,nodes=16")
     taps: tuple[int, ...]
+    ahead: int
     network: nn.Module
     done: float = 0.0
 
@@ -97,6 +100,11 @@ class Objective(ABC):
     @abstractmethod
     def spec(self, folder: Path) -> str:
         """The draft spec that serves such a folder as it was trained to be used."""
+
+    def specs(self, folder: Path) -> list[str]:
+        """That one and those of other shapes."""
+        drafter = self.spec(folder).partition(":")[0]
+        return [self.spec(folder), *(f"{drafter}:{folder},{shape}" for shape in self.shapes)]
 
     def served(self, folder: Path) -> LoadedModel:
         """The model that such a folder drafts for; another one where the model is trained, too."""

@@ -86,7 +86,7 @@ class DFlashObjective(Objective):
         if mask_token is None:
             mask_token = reserved_token(model.tokenizer, begin.numbers.vocab_size, model.stop_ids)
         self._config = draft_config(settings, begin.numbers, vocabulary, mask_token)
-        self.taps = self._config.taps
+        self.taps, self.ahead = self._config.taps, self._config.drafts
         device = self.target.info.device
         self.network: DFlash = start(self._config, begin, generator).to(device)
         if vocabulary.reduced:

@@ -79,6 +79,7 @@ class Eagle3Objective(Objective):
         super().__init__(settings, model, vocabulary, generator)
         assert isinstance(settings, EagleOptions)
         self.options = settings
+        self.ahead = settings.unroll
         start = source(model)
         self.network = Eagle3(_settings(settings, start, vocabulary))
         if problems := eagle.misfits(self.network.settings, model.target.info):

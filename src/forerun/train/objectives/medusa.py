@@ -56,6 +56,7 @@ class MedusaObjective(Objective):
     """What Medusa-1 and Medusa-2 share: how heads are taught."""
 
     taps = ()
+    shapes = ("top_k=1", "top_k=4,nodes=8")  # beside a tree of 16
 
     def _teach(
         self,
@@ -126,6 +127,7 @@ class Medusa1(MedusaObjective):
         super().__init__(settings, model, vocabulary, generator)
         assert isinstance(settings, MedusaSettings)
         self._s = settings
+        self.ahead = settings.heads
         info = self.target.info
         self._config = MedusaConfig(
             hidden_size=info.hidden_size,

@@ -102,6 +102,7 @@ class Medusa2(MedusaObjective):
         )
         rank = settings.rank if settings.backbone == "lora" else None
         backbone = Backbone(self.target, rank, generator)
+        self.ahead = settings.heads
         self.network: _Both = _Both(MedusaHeads(self._config), backbone).to(info.device)
         self._yardstick: Yardstick | None = None
 
