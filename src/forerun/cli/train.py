@@ -26,12 +26,15 @@ def _train(
     tokens: int | None,
     config: Path | None,
     seed: int | None,
+    start: str | None,
     dtype: str,
     device: str,
 ) -> None:
     from forerun.train.recipe import read_toml
 
     values = given(budget, tokens, seed)
+    if start is not None:
+        values["start"] = start
     file = read_toml(config) if config else {}
 
     from forerun.models import hub
@@ -72,10 +75,14 @@ def _command(kind: str) -> Callable[..., None]:
             Path | None, option("A recipe; DIR/training/recipe.toml is one.", metavar="TOML")
         ] = None,
         seed: Annotated[int | None, option("Of everything that is random. [default: 0]")] = None,
+        start: Annotated[
+            str | None,
+            option("An earlier draft to begin with, as in --draft.", metavar="DIR"),
+        ] = None,
         dtype: options.Dtype = "auto",
         device: options.Device = "auto",
     ) -> None:
-        _train(kind, model, data, out, budget, tokens, config, seed, dtype, device)
+        _train(kind, model, data, out, budget, tokens, config, seed, start, dtype, device)
 
     command.__doc__ = f"""{KINDS[kind]}
 

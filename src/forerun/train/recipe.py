@@ -24,6 +24,7 @@ class Recipe(Settings):
     One of them is given. batch: texts in a step, over all processes together.
     max_length: tokens of a text. held_out: share of the prompts that is not trained on.
     draft_vocab: tokens that the draft may propose.
+    start: an earlier draft to begin with, whose tokens are kept; None: the target's own layers.
     warmup: share of the steps; decay: share at the end over which wsd sinks, cosine sinks from the
     warm-up on; both to final_lr of lr.
     cache: keep hidden states in files while the run lasts, instead of computing them each time.
@@ -43,6 +44,7 @@ class Recipe(Settings):
     max_length: Annotated[int, Field(ge=8)] = 512
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
     draft_vocab: Annotated[int, Field(ge=1)] | Literal["all"] = 8192
+    start: str | None = None
     lr: Annotated[float, Field(gt=0)] = 1e-3
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.03

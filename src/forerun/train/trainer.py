@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from forerun.errors import ConfigError
 from forerun.models.hub import DTYPES, LoadedModel, multiplies_bf16
-from forerun.train import vocabulary
+from forerun.train import earlier, vocabulary
 from forerun.train.capture import Capture, States
 from forerun.train.evaluate import Trial, evaluate, questions
 from forerun.train.examples import Example, data_hash, load, split
@@ -34,6 +34,7 @@ from forerun.train.objectives import OBJECTIVES, Loss, Objective
 from forerun.train.processes import Processes
 from forerun.train.recipe import Recipe, find
 from forerun.train.state import Folder, Progress
+from forerun.train.vocabulary import Vocabulary
 from forerun.tune.meta import machine, versions
 
 MEASURED = 6  # steps whose speed decides how many there will be; the first is not counted
@@ -163,12 +164,9 @@ class Trainer:
     def _make_objective(self) -> Objective:
         recipe, info = self.recipe, self.model.target.info
         made: type[Objective] = find(recipe.kind, OBJECTIVES)
-        kept = vocabulary.full(info.vocab_size)
-        if recipe.draft_vocab != "all" and recipe.draft_vocab < info.vocab_size:
-            counts_V = vocabulary.count(self.train, info.vocab_size)
-            marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
-            always = vocabulary.controls(list(marks), self.model.stop_ids)
-            kept = vocabulary.choose(counts_V, recipe.draft_vocab, always)
+        start = earlier.read(recipe.kind, recipe.start, info.name) if recipe.start else None
+        kept = self._vocabulary(earlier.proposed(start) if start else None)
+        if kept.reduced:
             self._say(
                 f"draft vocabulary: {len(kept)} of {info.vocab_size} tokens, "
                 f"{kept.coverage:.1%} of what is learned from"
@@ -179,12 +177,29 @@ class Trainer:
                 f"{recipe.kind} is held to its bound in trials; set trials to 1 or more"
             )
         objective = made(made.settings(**recipe.options), self.model, kept, noise)
+        if start:
+            earlier.take_over(objective.network, start, str(recipe.start))
         trained = [p for p in objective.network.parameters() if p.requires_grad]
         self._say(
             f"{recipe.kind}: {sum(p.numel() for p in trained) / 1e6:.1f} million parameters, "
             f"reading boundaries {', '.join(map(str, objective.taps)) or 'none'} of {info.layers}"
         )
         return objective
+
+    def _vocabulary(self, known_U: Tensor | None) -> Vocabulary:
+        """What the draft may propose. known_U: what the draft that it begins with does."""
+        recipe, size = self.recipe, self.model.target.info.vocab_size
+        if known_U is None and (
+            recipe.start or recipe.draft_vocab == "all" or recipe.draft_vocab >= size
+        ):
+            return vocabulary.full(size)
+        counts_V = vocabulary.count(self.train, size)
+        if known_U is not None:
+            return vocabulary.given(known_U, counts_V)
+        assert isinstance(recipe.draft_vocab, int)
+        marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
+        always = vocabulary.controls(list(marks), self.model.stop_ids)
+        return vocabulary.choose(counts_V, recipe.draft_vocab, always)
 
     def _prepare(self) -> None:
         objective = self.objective

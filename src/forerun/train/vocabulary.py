@@ -77,8 +77,13 @@ def choose(counts_V: Tensor, size: int, always: Collection[int] = ()) -> Vocabul
     ranked_V = counts_V.clone()
     ranked_V[sorted(always)] = counts_V.max() + 1
     kept_U = ranked_V.argsort(descending=True, stable=True)[:size].sort().values
+    return given(kept_U, counts_V)
+
+
+def given(ids_U: Tensor, counts_V: Tensor) -> Vocabulary:
+    """These tokens, and how much of the counted ones they are."""
     total = max(int(counts_V.sum()), 1)
-    return Vocabulary(kept_U, known, int(counts_V[kept_U].sum()) / total)
+    return Vocabulary(ids_U, len(counts_V), int(counts_V[ids_U].sum()) / total)
 
 
 def controls(special: Sequence[int | None], stop_ids: Iterable[int]) -> frozenset[int]:
