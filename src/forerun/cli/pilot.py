@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from forerun.cli import options
 from forerun.cli.options import option
-from forerun.cli.training import KINDS as ALL
-from forerun.cli.training import Watch, given
+from forerun.cli.training import KINDS, Watch, given
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from forerun.train.pilot import Prospect
     from forerun.train.recipe import Recipe
 
-KINDS = [kind for kind in ALL if kind != "medusa2"]  # which leave the model as it is
+PILOTED = [kind for kind in KINDS if kind != "medusa2"]  # drafts for the model as it is
 PIPE_WIDTH = 140  # columns of the table where there is no terminal to fit it to
 
 
@@ -56,7 +55,7 @@ def pilot(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("a pilot is one process; start it without torchrun")
     values = given(budget, tokens, seed)
-    files = _by_kind([(path, read_toml(path)) for path in config], KINDS)
+    files = _by_kind([(path, read_toml(path)) for path in config], PILOTED)
 
     from rich.console import Console
 
@@ -66,7 +65,7 @@ def pilot(
     from forerun.train.recipe import make_recipe
 
     recipes: dict[str, Recipe] = {}
-    for kind in KINDS:
+    for kind in PILOTED:
         made = OBJECTIVES[kind]
         file = files.get(kind, {})
         recipes[kind] = make_recipe(kind, made.defaults, made.settings, file, values)

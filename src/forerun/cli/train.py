@@ -53,7 +53,7 @@ def _train(
     finally:
         watch.end()
     if progress.spec:
-        served = str(out) if made.bounded else model
+        served = str(out) if made.changes_model else model
         command = ["forerun", "generate", "Why is the sky blue?", "--model", served]
         watch.say(f"fastest here: {shlex.join([*command, '--draft', progress.spec])}")
     print(out)

@@ -172,7 +172,7 @@ class Trainer:
                 f"{kept.coverage:.1%} of what is learned from"
             )
         noise = torch.Generator().manual_seed(recipe.seed)
-        if made.bounded and not recipe.trials:
+        if made.changes_model and not recipe.trials:
             raise ConfigError(
                 f"{recipe.kind} is held to its bound in trials; set trials to 1 or more"
             )
@@ -354,7 +354,7 @@ class Trainer:
                     self._say(f"step {progress.step}: {quality}")
                 if quality and quality.passed:
                     progress.stopped = found
-                    self._say(f"stopped, for the bound is passed; {self.folder.path} is within it")
+                    self._say("stopped, for the bound is passed; the best draft within it is kept")
                 else:
                     spec = self.objective.spec(folder)
                     trial = self._evaluate(model, [spec])[spec]

@@ -48,7 +48,7 @@ class Objective(ABC):
     that helps.
     parts: of the network, by how the names of its parameters begin, that learn at rates of their
     own. done: share of the run that lies behind; kinds that train in stages look at it.
-    bounded: it changes the model, and trials hold it to a bound, so that there must be some.
+    changes_model: so that trials hold it to a bound; there must be some.
     vocabulary: the tokens that it may propose; _teacher_head: the target's rows of them, frozen;
     _known_V: their draft ids, -1 elsewhere. generator: for what starts at random.
     """
@@ -57,7 +57,7 @@ class Objective(ABC):
     settings: ClassVar[type[Settings]]
     defaults: ClassVar[Mapping[str, Any]] = {}
     parts: ClassVar[tuple[str, ...]] = ("",)
-    bounded: ClassVar[bool] = False
+    changes_model: ClassVar[bool] = False
     shapes: ClassVar[tuple[str, ...]] = ("top_k=4,nodes=8", "top_k=4,nodes=16")
     taps: tuple[int, ...]
     ahead: int

@@ -76,7 +76,7 @@ class Medusa2(MedusaObjective):
     settings = Medusa2Settings
     defaults: ClassVar = {"draft_vocab": "all", "trials": 8}
     parts = ("heads.", "backbone.")
-    bounded = True
+    changes_model = True
 
     def __init__(
         self,
