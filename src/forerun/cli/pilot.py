@@ -158,8 +158,8 @@ def _advice(prospects: Sequence[Prospect]) -> str:
             f"tokens a pass and {chosen.speedups.likely:.2f}x here."
         )
     if others := rivals(chosen, prospects):
-        reach = ", ".join(f"{p.kind} (up to {p.speedups.high:.2f}x)" for p in others)
-        said += f" It may be passed by {reach}."
+        names = ", ".join(prospect.kind for prospect in others)
+        said += f" A pilot of this size cannot rule out {names}."
     return said
 
 

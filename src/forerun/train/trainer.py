@@ -151,12 +151,14 @@ class Trainer:
             progress.step += 1
             progress.seconds = before + time.monotonic() - begin
             self._tell(window, progress, end)
+            learned = time.monotonic()
             if progress.step in trials:
                 self._try(progress)
             if progress.over and progress.trials:
                 self._choose_shape(progress)
             if progress.step in saves:
                 self._save(progress)
+            window.skip(time.monotonic() - learned)
         return progress
 
     # ---- before the first step ------------------------------------------------------------------
@@ -448,6 +450,10 @@ class _Window:
     def add(self, sums: _Sums) -> None:
         self._sums = [*self._sums, sums][-self.SIZE :]
         self._times = [*self._times, time.monotonic()][-self.SIZE - 1 :]
+
+    def skip(self, seconds: float) -> None:
+        """What has just passed belongs to no step."""
+        self._times = [then + seconds for then in self._times]
 
     @property
     def loss(self) -> float:
