@@ -15,11 +15,10 @@ from forerun.train.recipe import Recipe
 from forerun.train.trainer import Trainer
 from training import target, text
 
-FIRST = [text((4, 12 + i), length=12 + i, seed=i) for i in range(12)]
-OTHERS = [text((4, 12 + i), length=12 + i, seed=50 + i) for i in range(12)]
+TEXTS = [text((4, 12 + i), length=12 + i, seed=i) for i in range(12)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"taps": [1, 2, 3]},
-    "dflash": {"block": 4, "anchors": 8},
+    "dflash": {"block": 4, "anchors": 8, "mask_token": 3},
     "medusa": {"heads": 2},
 }
 
@@ -38,8 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def trainer(model: LoadedModel, folder: Path, kind: str, **values: Any) -> Trainer:
     small = {"tokens": 800, "batch": 5, "trials": 0, "precision": "float32", "draft_vocab": 200}
     recipe = Recipe(**{"kind": kind, **small, "options": OPTIONS[kind], **values})
-    texts = OTHERS if recipe.start else FIRST
-    return Trainer(recipe, model, texts[:10], texts[10:], folder, Silent())
+    return Trainer(recipe, model, TEXTS[:10], TEXTS[10:], folder, Silent())
 
 
 @pytest.mark.parametrize("kind", list(OPTIONS))
