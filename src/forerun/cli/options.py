@@ -28,7 +28,7 @@ Draft = Annotated[
     option(
         "Who guesses ahead: none, ngram, suffix, corpus:FILE, model:ID, skip:N, medusa:DIR, "
         "eagle:DIR, eagle3:DIR, dflash:DIR; options as ngram:max=4,k=8; "
-        f"a+b asks b where a has nothing. [default: {DEFAULT_DRAFT}]",
+        f"a+b makes one tree of both. [default: {DEFAULT_DRAFT}]",
         metavar="SPEC",
     ),
 ]

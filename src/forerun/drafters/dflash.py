@@ -24,7 +24,8 @@ from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.dflash_check import self_check
-from forerun.drafters.marginals import Candidates, best_tree, candidates
+from forerun.drafters.laws import SILENT, Law
+from forerun.drafters.marginals import Candidates, best_tree, candidates, law_of
 from forerun.errors import CapacityError, ConfigError
 from forerun.interop import dflash as checkpoint
 from forerun.models.cache import Span
@@ -111,22 +112,17 @@ class DFlashDrafter(Drafter):
         self._calibration = Calibration()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        asked = {
-            request.id: context
-            for request, budget in zip(requests, budgets, strict=True)
-            if budget > 0 and (context := self._ready(request))
-        }
-        if not asked:
-            return [Draft()] * len(requests)
-        self._settle(list(asked.values()))
-        able = [request for request in requests if request.id in asked]
-        logits_BDU = self._block(able, list(asked.values()))
-        vocab_size = self._target.info.vocab_size
-        found = candidates(able, logits_BDU, self._top_k, self._runner.ids_U, vocab_size)
-        ranked = dict(zip(asked, found, strict=True))
+        ranked = self._ranked(requests, budgets)
         return [
             self._draft(request, ranked[request.id], budget) if request.id in ranked else Draft()
             for request, budget in zip(requests, budgets, strict=True)
+        ]
+
+    def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
+        ranked = self._ranked(requests, budgets)
+        return [
+            law_of(ranked[request.id], self._nodes) if request.id in ranked else SILENT
+            for request in requests
         ]
 
     def observe(
@@ -215,6 +211,22 @@ class DFlashDrafter(Drafter):
         ]
         logits_NU = self._runner.logits(pack(segments))
         return logits_NU.view(len(contexts), self._depth, -1)
+
+    def _ranked(self, requests: Sequence[Request], budgets: Sequence[int]) -> dict[int, Candidates]:
+        """What the blocks say of those requests that can be drafted for, by id."""
+        asked = {
+            request.id: context
+            for request, budget in zip(requests, budgets, strict=True)
+            if budget > 0 and (context := self._ready(request))
+        }
+        if not asked:
+            return {}
+        self._settle(list(asked.values()))
+        able = [request for request in requests if request.id in asked]
+        logits_BDU = self._block(able, list(asked.values()))
+        vocab_size = self._target.info.vocab_size
+        found = candidates(able, logits_BDU, self._top_k, self._runner.ids_U, vocab_size)
+        return dict(zip(asked, found, strict=True))
 
     def _draft(self, request: Request, found: Candidates, budget: int) -> Draft:
         tree = best_tree(found, min(budget, self._nodes), request.stop_ids)

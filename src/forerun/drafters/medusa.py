@@ -21,7 +21,8 @@ from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
-from forerun.drafters.marginals import Candidates, best_tree, candidates
+from forerun.drafters.laws import SILENT, Law
+from forerun.drafters.marginals import Candidates, best_tree, candidates, law_of
 from forerun.drafters.static_tree import StaticTree
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
@@ -90,26 +91,19 @@ class Medusa(Drafter):
         self._calibration = Calibration()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        able = {
-            request.id: request
-            for request, budget in zip(requests, budgets, strict=True)
-            if budget > 0 and request.id in self._taps
-        }
-        if not able:
-            return [Draft()] * len(requests)
-        hidden_BC = torch.cat([self._taps[id][-1] for id in able])
-        logits_BDU = self._runner.logits(hidden_BC, min(self._depth, max(budgets)))
-        found = candidates(
-            list(able.values()),
-            logits_BDU,
-            self._top_k,
-            self._runner.ids_U,
-            self._target.info.vocab_size,
-        )
-        ranked = dict(zip(able, found, strict=True))
+        ranked = self._ranked(requests, budgets)
         return [
-            self._draft(request, ranked[request.id], budget) if request.id in able else Draft()
+            self._draft(request, ranked[request.id], budget) if request.id in ranked else Draft()
             for request, budget in zip(requests, budgets, strict=True)
+        ]
+
+    def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
+        if self._tree:
+            return super().laws(requests, budgets)
+        ranked = self._ranked(requests, budgets)
+        return [
+            law_of(ranked[request.id], self._nodes) if request.id in ranked else SILENT
+            for request in requests
         ]
 
     def observe(
@@ -122,6 +116,26 @@ class Medusa(Drafter):
     def release(self, request: Request) -> None:
         self._taps.pop(request.id, None)
         self._calibration.forget(request)
+
+    def _ranked(self, requests: Sequence[Request], budgets: Sequence[int]) -> dict[int, Candidates]:
+        """What the heads say of those requests for which they can say something, by id."""
+        able = {
+            request.id: request
+            for request, budget in zip(requests, budgets, strict=True)
+            if budget > 0 and request.id in self._taps
+        }
+        if not able:
+            return {}
+        hidden_BC = torch.cat([self._taps[id][-1] for id in able])
+        logits_BDU = self._runner.logits(hidden_BC, min(self._depth, max(budgets)))
+        found = candidates(
+            list(able.values()),
+            logits_BDU,
+            self._top_k,
+            self._runner.ids_U,
+            self._target.info.vocab_size,
+        )
+        return dict(zip(able, found, strict=True))
 
     def _draft(self, request: Request, ranked: Candidates, budget: int) -> Draft:
         if self._tree:
