@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import pytest
 
@@ -52,13 +53,14 @@ class Mute(Knows):
 def table(seed: int, vocab: int = 4, share: float = 0.9, named: int = 3) -> Known:
     """Random laws of the last two tokens: `named` of `vocab` tokens, `share` of the probability."""
 
-    def known(path: tuple[int, ...]) -> dict[int, float]:
-        dice = random.Random(f"{seed} {path[-2:]}")
+    @cache
+    def law(ending: tuple[int, ...]) -> dict[int, float]:
+        dice = random.Random(f"{seed} {ending}")
         weights = {token: dice.random() ** 2 for token in dice.sample(range(vocab), named)}
         total = sum(weights.values())
         return {token: share * weight / total for token, weight in weights.items()}
 
-    return known
+    return lambda path: law(path[-2:])
 
 
 def only(token: int, belief: float) -> Known:
@@ -152,15 +154,18 @@ def text(known: Known, length: int, vocab: int, seed: int) -> list[int]:
 
 
 def blurred(known: Known, seed: int, vocab: int) -> Known:
-    """Half of a law, half of another."""
+    """Half of a law of two tokens, half of another."""
     other = table(seed, vocab)
-    return lambda path: {
-        token: 0.5 * known(path).get(token, 0.0) + 0.5 * other(path).get(token, 0.0)
-        for token in {*known(path), *other(path)}
-    }
+
+    @cache
+    def law(ending: tuple[int, ...]) -> dict[int, float]:
+        one, two = known(ending), other(ending)
+        return {t: 0.5 * one.get(t, 0.0) + 0.5 * two.get(t, 0.0) for t in {*one, *two}}
+
+    return lambda path: law(path[-2:])
 
 
-def decode(drafter: Drafter, known: Known, vocab: int, length: int = 800) -> tuple[float, float]:
+def decode(drafter: Drafter, known: Known, vocab: int, length: int = 1500) -> tuple[float, float]:
     """Right tokens per step, and how many were expected."""
     right = expected = steps = 0.0
     for id in range(2):
@@ -179,7 +184,7 @@ def test_survival_is_honest() -> None:
     both = Joined([Knows(str(i), blurred(known, i, 8)) for i in range(2)])
     right, expected = decode(both, known, 8)
     assert right > 1
-    assert right == pytest.approx(expected, rel=0.05)
+    assert right == pytest.approx(expected, rel=0.1)
 
 
 def test_two_half_truths_are_worth_more_than_one() -> None:

@@ -125,6 +125,22 @@ class DFlashDrafter(Drafter):
             for request in requests
         ]
 
+    def _ranked(self, requests: Sequence[Request], budgets: Sequence[int]) -> dict[int, Candidates]:
+        """What the blocks say of those requests that can be drafted for, by id."""
+        asked = {
+            request.id: context
+            for request, budget in zip(requests, budgets, strict=True)
+            if budget > 0 and (context := self._ready(request))
+        }
+        if not asked:
+            return {}
+        self._settle(list(asked.values()))
+        able = [request for request in requests if request.id in asked]
+        logits_BDU = self._block(able, list(asked.values()))
+        vocab_size = self._target.info.vocab_size
+        found = candidates(able, logits_BDU, self._top_k, self._runner.ids_U, vocab_size)
+        return dict(zip(asked, found, strict=True))
+
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
@@ -211,22 +227,6 @@ class DFlashDrafter(Drafter):
         ]
         logits_NU = self._runner.logits(pack(segments))
         return logits_NU.view(len(contexts), self._depth, -1)
-
-    def _ranked(self, requests: Sequence[Request], budgets: Sequence[int]) -> dict[int, Candidates]:
-        """What the blocks say of those requests that can be drafted for, by id."""
-        asked = {
-            request.id: context
-            for request, budget in zip(requests, budgets, strict=True)
-            if budget > 0 and (context := self._ready(request))
-        }
-        if not asked:
-            return {}
-        self._settle(list(asked.values()))
-        able = [request for request in requests if request.id in asked]
-        logits_BDU = self._block(able, list(asked.values()))
-        vocab_size = self._target.info.vocab_size
-        found = candidates(able, logits_BDU, self._top_k, self._runner.ids_U, vocab_size)
-        return dict(zip(asked, found, strict=True))
 
     def _draft(self, request: Request, found: Candidates, budget: int) -> Draft:
         tree = best_tree(found, min(budget, self._nodes), request.stop_ids)

@@ -26,7 +26,7 @@ NEGLIGIBLE = 0.01  # a path that no source takes to be likelier is not looked at
 NOTHING = -1  # stands for all tokens that no source names
 
 
-# What may follow: its share of the place's total, what that was mixed from, who believes most in it.
+# What may follow: its share of the place's total, what that was mixed from, who believes in it.
 Candidate: TypeAlias = tuple[float, Weights, Sequence[float], int]
 
 
@@ -50,7 +50,7 @@ class Joined(Combined):
     """Asks all its drafters for their laws, and grows one tree from them.
 
     Every candidate that stood behind right tokens teaches the weights, whether a row was bought for
-    it or not. What is left of their error, and how foreseeable a request is, the calibration learns.
+    it or not. What error is left, and how foreseeable a request is, the calibration learns.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:

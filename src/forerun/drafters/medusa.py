@@ -106,17 +106,6 @@ class Medusa(Drafter):
             for request in requests
         ]
 
-    def observe(
-        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
-    ) -> None:
-        for request, taps_RTC in zip(requests, taps, strict=True):
-            self._calibration.settle(request)
-            self._taps[request.id] = taps_RTC
-
-    def release(self, request: Request) -> None:
-        self._taps.pop(request.id, None)
-        self._calibration.forget(request)
-
     def _ranked(self, requests: Sequence[Request], budgets: Sequence[int]) -> dict[int, Candidates]:
         """What the heads say of those requests for which they can say something, by id."""
         able = {
@@ -136,6 +125,17 @@ class Medusa(Drafter):
             self._target.info.vocab_size,
         )
         return dict(zip(able, found, strict=True))
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
+    ) -> None:
+        for request, taps_RTC in zip(requests, taps, strict=True):
+            self._calibration.settle(request)
+            self._taps[request.id] = taps_RTC
+
+    def release(self, request: Request) -> None:
+        self._taps.pop(request.id, None)
+        self._calibration.forget(request)
 
     def _draft(self, request: Request, ranked: Candidates, budget: int) -> Draft:
         if self._tree:
