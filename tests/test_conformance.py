@@ -23,7 +23,11 @@ OTHER_SHAPES = [  # a tree where the example is a chain, and the other way round
     f"{DRAFTERS['medusa'].example},top_k=1",
     *(f"{DRAFTERS[name].example},top_k=3" for name in ("dflash", "eagle", "eagle3")),
 ]
-COMBINED = [f"ngram+{DRAFTERS['model'].example}"]
+COMBINED = [
+    f"ngram+{DRAFTERS['model'].example}",
+    f"{DRAFTERS['corpus'].example}+{DRAFTERS['medusa'].example}",
+    f"ngram+suffix+{DRAFTERS['dflash'].example},top_k=3+{DRAFTERS['eagle3'].example},top_k=3",
+]
 
 SAMPLINGS = {
     "greedy": {"temperature": 0},
@@ -51,7 +55,10 @@ class Models:
     trained: dict[str, Path]  # the folders of drafters made for the target
 
     def located(self, spec: str) -> str:
-        """A spec with the folder of its drafter in place of the example's."""
+        """A spec with the folders of its drafters in place of the examples'."""
+        return "+".join(map(self._located, spec.split("+")))
+
+    def _located(self, spec: str) -> str:
         name, _, rest = spec.partition(":")
         if name not in self.trained:
             return spec

@@ -30,7 +30,7 @@ Draft = Annotated[
         "Who guesses ahead: none, ngram, suffix, corpus:FILE, model:ID, skip:N, medusa:DIR, "
         "eagle:DIR, eagle3:DIR, dflash:DIR; for some models drafts come with forerun, which "
         "'forerun models list' names; options as ngram:max=4,k=8; "
-        f"a+b asks b where a has nothing. [default: {DEFAULT_DRAFT}]",
+        f"a+b makes one tree of both. [default: {DEFAULT_DRAFT}]",
         metavar="SPEC",
     ),
 ]

@@ -9,6 +9,7 @@ from forerun.drafters.corpus import CorpusDrafter
 from forerun.drafters.dflash import DFlashDrafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.eagle import Eagle, EagleThree
+from forerun.drafters.joined import Joined
 from forerun.drafters.medusa import Medusa
 from forerun.drafters.ngram import Ngram
 from forerun.drafters.skip import SkipLayers
@@ -42,7 +43,7 @@ def make_drafter(spec: str, context: DraftContext) -> Drafter | None:
     """
     drafters = [kind(options, context) for kind, options in check(spec)]
     if len(drafters) > 1:
-        return Combined(drafters)
+        return Combined(drafters) if context.independent_noise else Joined(drafters)
     return drafters[0] if drafters else None
 
 

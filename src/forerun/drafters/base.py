@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
+from forerun.drafters.laws import Law, of_draft
 from forerun.models.cache import KVStore
 from forerun.models.target import Target, TargetInfo
 
@@ -71,6 +72,10 @@ class Drafter(ABC):
 
         A request's tokens all lie in the store except the last one.
         """
+
+    def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
+        """Instead of `propose`: what is believed on all paths, so that others can be joined."""
+        return [of_draft(draft) for draft in self.propose(requests, budgets)]
 
     def observe(  # noqa: B027, most drafters need not know
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]

@@ -1,4 +1,5 @@
-"""`a+b`: where the first drafter has nothing to say, the second is asked."""
+"""`a+b` where drafts must be drawn from their own noise: the second is asked where the first has
+nothing to say. Elsewhere both are joined into one tree (`joined.py`)."""
 
 from __future__ import annotations
 

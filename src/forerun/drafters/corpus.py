@@ -13,13 +13,13 @@ from pydantic import Field
 
 from forerun import sampling
 from forerun.config import Settings
-from forerun.core import Draft, Request
+from forerun.core import Request
 from forerun.drafters import corpus_file
 from forerun.drafters.base import DraftContext, Known
 from forerun.drafters.corpus_file import Header, fingerprint
 from forerun.drafters.counts import Matches, Trie, mixture
-from forerun.drafters.lookup import Lookup
-from forerun.drafters.tree import best_first
+from forerun.drafters.laws import Law
+from forerun.drafters.lookup import LawLookup
 from forerun.errors import ConfigError
 from forerun.interop import shipped
 
@@ -55,14 +55,13 @@ class _State(NamedTuple):
     position: int
 
 
-class CorpusDrafter(Lookup):
+class CorpusDrafter(LawLookup):
     """Proposes the most probable paths. State: the counts of each request."""
 
     name = "corpus"
     options = CorpusOptions
     argument = "file"
     example = "corpus:corpus"
-    makes_trees = True
 
     def __init__(self, options: CorpusOptions, context: DraftContext) -> None:
         super().__init__(options, context)
@@ -81,25 +80,18 @@ class CorpusDrafter(Lookup):
         self._tries.pop(request.id, None)
         super().release(request)
 
-    def _propose(self, request: Request, budget: int) -> Draft:
-        nodes = min(budget, self._options.nodes)
-        if nodes <= 0 or request.remaining <= 1:
-            return Draft()
+    def _law(self, request: Request) -> Law:
         order = self._corpus.order
-        draft = best_first(
+        return Law(
             _State(tuple(request.tokens[-order:]), self._matches(request), len(request.tokens)),
             self._successors(request),
             lambda state, token: _State(
                 (*state.ending, token)[-order:], state.matches.advance(token), state.position + 1
             ),
-            nodes=nodes,
-            depth=min(self._options.k, request.remaining - 1),
+            nodes=self._options.nodes,
+            depth=self._options.k,
             floor=self._options.min_prob,
-            ends=request.stop_ids,
         )
-        if not draft.tokens:
-            return draft
-        return self._calibration.correct(request, draft, self._options.min_prob)
 
     def _matches(self, request: Request) -> Matches:
         trie = self._tries.get(request.id)

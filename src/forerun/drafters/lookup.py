@@ -11,6 +11,8 @@ from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
+from forerun.drafters.laws import SILENT, Law
+from forerun.drafters.tree import best_first
 
 
 class Lookup(Drafter):
@@ -35,3 +37,36 @@ class Lookup(Drafter):
 
     def release(self, request: Request) -> None:
         self._calibration.forget(request)
+
+
+class LawLookup(Lookup):
+    """A lookup that knows a law on every path: it proposes the most probable ones."""
+
+    makes_trees = True
+
+    @abstractmethod
+    def _law(self, request: Request) -> Law:
+        """What it knows of a request now."""
+
+    def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
+        return [
+            self._law(request) if budget > 0 and request.remaining > 1 else SILENT
+            for request, budget in zip(requests, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, budget: int) -> Draft:
+        if budget <= 0 or request.remaining <= 1:
+            return Draft()
+        law = self._law(request)
+        draft = best_first(
+            law.root,
+            law.successors,
+            law.advance,
+            nodes=min(budget, law.nodes),
+            depth=min(law.depth, request.remaining - 1),
+            floor=law.floor,
+            ends=request.stop_ids,
+        )
+        if not draft.tokens:
+            return draft
+        return self._calibration.correct(request, draft, law.floor)

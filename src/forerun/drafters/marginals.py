@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.core import Draft, Request
 from forerun.drafters import ranking
+from forerun.drafters.laws import Law, of_places
 from forerun.drafters.tree import depth_first
 from forerun.models.topk import best
 from forerun.sampling import Place
@@ -100,3 +101,9 @@ def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) ->
             first = candidates.beliefs[place + 1][0]
             heapq.heappush(heap, (negative * first, node, place + 1, 0))
     return depth_first(Draft(tokens, parents, beliefs))
+
+
+def law_of(candidates: Candidates, nodes: int) -> Law:
+    """The law of the same beliefs: what stands before a place does not matter."""
+    places = zip(candidates.tokens, candidates.beliefs, strict=True)
+    return of_places([list(zip(*place, strict=True)) for place in places], nodes)

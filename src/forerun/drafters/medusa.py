@@ -19,7 +19,8 @@ from torch import Tensor
 
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
-from forerun.drafters.base import DraftContext, Known
+from forerun.drafters.base import DraftContext, Drafter, Known
+from forerun.drafters.laws import Law
 from forerun.drafters.marginals import Candidates
 from forerun.drafters.parallel import ParallelDrafter
 from forerun.drafters.static_tree import StaticTree
@@ -99,6 +100,11 @@ class Medusa(ParallelDrafter):
         config = checkpoint.settings(folder)
         if (info := known()) and (problems := checkpoint.misfits(config, folder, info)):
             raise ConfigError(problems[0])
+
+    def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
+        if self._tree:
+            return Drafter.laws(self, requests, budgets)
+        return super().laws(requests, budgets)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]

@@ -16,7 +16,8 @@ from torch import Tensor
 from forerun.core import Draft, Request
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import MOST, Calibration
-from forerun.drafters.marginals import Candidates, best_tree, candidates
+from forerun.drafters.laws import SILENT, Law
+from forerun.drafters.marginals import Candidates, best_tree, candidates, law_of
 from forerun.models.heads.rounds import Drafted, Rules, Wanted
 from forerun.models.target import opened
 from forerun.sampling import Place
@@ -40,16 +41,10 @@ class ParallelDrafter(Drafter):
         self.makes_trees = top_k > 1
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        asked, nodes = [], []
-        in_one_call = self._has_rounds()
-        for request, budget in zip(requests, budgets, strict=True):
-            if budget > 0 and self._is_ready(request):
-                asked.append(request)
-                nodes.append(min(budget, self._nodes))
-                in_one_call = in_one_call and Place(request).is_argmax
+        asked, nodes = self._able(requests, budgets)
         if not asked:
             return [Draft()] * len(requests)
-        if in_one_call:
+        if self._has_rounds() and all(Place(request).is_argmax for request in asked):
             drafts = self._in_one_call(asked, nodes)
         else:
             drafts = self._step_by_step(asked, nodes)
@@ -58,12 +53,34 @@ class ParallelDrafter(Drafter):
         found = {request.id: draft for request, draft in zip(asked, drafts, strict=True)}
         return [found.get(request.id, Draft()) for request in requests]
 
-    def _step_by_step(self, requests: Sequence[Request], nodes: Sequence[int]) -> list[Draft]:
-        logits_BDU = self._logits(requests, max(nodes))
+    def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
+        asked, nodes = self._able(requests, budgets)
+        if not asked:
+            return [SILENT] * len(requests)
+        ranked = zip(asked, self._ranked(asked, max(nodes)), strict=True)
+        found = {request.id: law_of(each, self._nodes) for request, each in ranked}
+        return [found.get(request.id, SILENT) for request in requests]
+
+    def _able(
+        self, requests: Sequence[Request], budgets: Sequence[int]
+    ) -> tuple[list[Request], list[int]]:
+        """Those that can be drafted for, and how many nodes each may have."""
+        asked, nodes = [], []
+        for request, budget in zip(requests, budgets, strict=True):
+            if budget > 0 and self._is_ready(request):
+                asked.append(request)
+                nodes.append(min(budget, self._nodes))
+        return asked, nodes
+
+    def _ranked(self, requests: Sequence[Request], depth: int) -> list[Candidates]:
+        logits_BDU = self._logits(requests, depth)
         vocab_size = self._target.info.vocab_size
-        found = candidates(requests, logits_BDU, self._top_k, self._ids_U, vocab_size)
+        return candidates(requests, logits_BDU, self._top_k, self._ids_U, vocab_size)
+
+    def _step_by_step(self, requests: Sequence[Request], nodes: Sequence[int]) -> list[Draft]:
         drafts = []
-        for request, ranked, most in zip(requests, found, nodes, strict=True):
+        ranking = self._ranked(requests, max(nodes))
+        for request, ranked, most in zip(requests, ranking, nodes, strict=True):
             tree = self._tree_of(ranked, most, request)  # whose survival stands for belief
             drafts.append(
                 self._calibration.propose(request, tree.tokens, tree.parents, tree.survival)

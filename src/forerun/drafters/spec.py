@@ -4,7 +4,7 @@
     NAME                        ngram, suffix, ...
     NAME:OPTION=VALUE,...       ngram:max=4,k=8
     NAME:ARGUMENT,...           model:ID,k=4 and skip:2: one option stands first, without its name
-    SPEC+SPEC                   where the first has nothing to say, the second is asked
+    SPEC+SPEC                   one tree of what both believe
 
 The first colon ends the name; later ones belong to the argument, and so do slashes. `,`, `+` and
 `=` always separate: an id or path that contains one of them is given in the other form, the JSON

@@ -13,11 +13,11 @@ from typing import Annotated
 from pydantic import Field
 
 from forerun.config import Settings
-from forerun.core import Draft, Request
+from forerun.core import Request
 from forerun.drafters.base import DraftContext
 from forerun.drafters.counts import END, Matches, Trie, mixture
-from forerun.drafters.lookup import Lookup
-from forerun.drafters.tree import best_first
+from forerun.drafters.laws import Law
+from forerun.drafters.lookup import LawLookup
 
 # Sightings that one sighting counts for: those in the request itself tell more.
 REQUEST_WEIGHT = 2.0
@@ -39,13 +39,12 @@ class SuffixOptions(Settings):
     shared: Annotated[int, Field(ge=0)] = 0
 
 
-class Suffix(Lookup):
+class Suffix(LawLookup):
     """Proposes the most probable paths. State: the counts of each request, and of past outputs."""
 
     name = "suffix"
     options = SuffixOptions
     example = "suffix:shared=8"
-    makes_trees = True
 
     def __init__(self, options: SuffixOptions, context: DraftContext) -> None:
         super().__init__(options, context)
@@ -59,22 +58,16 @@ class Suffix(Lookup):
         if self._past and request.finish_reason:  # else it will be back, with the same output
             self._past.add(request.output)
 
-    def _propose(self, request: Request, budget: int) -> Draft:
-        nodes = min(budget, self._options.k)
-        if nodes <= 0 or request.remaining <= 1:
-            return Draft()
-        draft = best_first(
+    def _law(self, request: Request) -> Law:
+        floor = self._options.min_prob
+        return Law(
             self._matches(request),
-            lambda sources: mixture(sources, self._options.min_prob),
+            lambda sources: mixture(sources, floor),
             lambda sources, token: [source.advance(token) for source in sources],
-            nodes=nodes,
+            nodes=self._options.k,
             depth=request.remaining - 1,
-            floor=self._options.min_prob,
-            ends=request.stop_ids,
+            floor=floor,
         )
-        if not draft.tokens:
-            return draft
-        return self._calibration.correct(request, draft, self._options.min_prob)
 
     def _matches(self, request: Request) -> list[Matches]:
         trie = self._tries.get(request.id)

@@ -1,0 +1,177 @@
+"""`a+b`: one tree of what several sources believe, whoever it is that names a token.
+
+At every node each source is asked for its law. A token that several name is one candidate; its
+chance is mixed from their beliefs (`mixing.py`), and the likeliest paths make the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from torch import Tensor
+
+from forerun.core import Draft, Request, Verdict
+from forerun.drafters.base import Drafter
+from forerun.drafters.calibration import Calibration
+from forerun.drafters.combined import Combined
+from forerun.drafters.laws import Law
+from forerun.drafters.mixing import NAMED, OTHERS, Mixer, Weights, score
+from forerun.drafters.tree import best_first
+
+NEGLIGIBLE = 0.01  # a path that no source takes to be likelier is not looked at
+
+NOTHING = -1  # stands for all tokens that no source names
+
+
+# What may follow: its share of the place's total, what that was mixed from, who believes in it.
+Candidate: TypeAlias = tuple[float, Weights, Sequence[float], int]
+
+
+class Place:
+    """A node of a growing tree, with what the sources know there; the root is one, too.
+
+    reached: the chance to get here. total: of the candidates' shares, those of NOTHING included.
+    behind: the places that the tree was grown to, by token.
+    """
+
+    __slots__ = ("behind", "candidates", "depth", "reached", "states", "total")
+
+    def __init__(self, states: Sequence[object], depth: int, reached: float) -> None:
+        self.states, self.depth, self.reached = states, depth, reached
+        self.candidates: dict[int, Candidate] = {}
+        self.total = 0.0
+        self.behind: dict[int, Place] = {}
+
+
+class Joined(Combined):
+    """Asks all its drafters for their laws, and grows one tree from them.
+
+    Every candidate that stood behind right tokens teaches the weights, whether a row was bought for
+    it or not. What error is left, and how foreseeable a request is, the calibration learns.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__(drafters)
+        self.makes_trees = True
+        # Where the target samples, sources are right in other ways than where it is greedy.
+        self._mixers = {greedy: Mixer(len(drafters)) for greedy in (True, False)}
+        self._calibration = Calibration()
+        self._open: dict[int, tuple[int, Place]] = {}
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        laws = zip(*(drafter.laws(requests, budgets) for drafter in self.drafters), strict=True)
+        return [self._join(*each) for each in zip(requests, budgets, laws, strict=True)]
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
+    ) -> None:
+        for request in requests:
+            self._learn(request)
+            self._calibration.settle(request)
+        super().observe(requests, verdicts, taps)
+
+    def release(self, request: Request) -> None:
+        self._open.pop(request.id, None)
+        self._calibration.forget(request)
+        super().release(request)
+
+    def _join(self, request: Request, budget: int, laws: Sequence[Law]) -> Draft:
+        nodes = min(budget, sum(law.nodes for law in laws))
+        depth = min(request.remaining - 1, max(law.depth for law in laws))
+        if nodes <= 0 or depth <= 0:
+            return Draft()
+        root = Place([law.root for law in laws], 0, 1.0)
+        self._open[request.id] = len(request.tokens), root
+        draft = best_first(
+            root,
+            partial(_candidates, laws, self._mixers[request.params.greedy]),
+            partial(_advance, laws),
+            nodes=nodes,
+            depth=depth,
+            floor=min(law.floor for law in laws if law.nodes),
+            ends=request.stop_ids,
+        )
+        honest = self._calibration.correct(request, draft, 0.0)
+        return replace(honest, sources=self._sources(draft, root))
+
+    def _sources(self, draft: Draft, root: Place) -> list[str]:
+        """Who believes most in each node."""
+        places = {-1: root}
+        names = []
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+            place = places[parent]
+            names.append(self.drafters[place.candidates[token][-1]].name)
+            if token in place.behind:
+                places[node] = place.behind[token]
+        return names
+
+    def _learn(self, request: Request) -> None:
+        """Follow what was committed since the last tree as far as it was asked about."""
+        length, place = self._open.pop(request.id, (0, None))
+        for truth in request.tokens[length:]:
+            if place is None:
+                return
+            found = truth if truth in place.candidates else NOTHING
+            for token, (share, weights, inputs, _) in place.candidates.items():
+                weights.learn(inputs, share / place.total, token == found)
+            place = place.behind.get(truth)
+
+
+def _candidates(laws: Sequence[Law], mixer: Mixer, place: Place) -> Iterable[tuple[int, float]]:
+    """The tokens that may follow at a place, each with its chance; together less than 1."""
+    depth, reached = place.depth, place.reached
+    if reached < NEGLIGIBLE:
+        return ()
+    least = NEGLIGIBLE / reached
+    beliefs: list[dict[int, float]] = []
+    left: list[float] = []  # what each source says of tokens that it does not name
+    speaking = 0
+    tokens: dict[int, None] = {}
+    for source, (law, state) in enumerate(zip(laws, place.states, strict=True)):
+        asked = depth < law.depth and reached >= law.floor
+        named = dict(law.successors(state)) if asked else {}
+        beliefs.append(named)
+        if not named:
+            left.append(0.0)
+            continue
+        left.append(score(1 - sum(named.values())))
+        speaking += OTHERS * 3**source
+        for token, belief in named.items():
+            if belief >= least:
+                tokens[token] = None
+    if not tokens:
+        return ()
+    left.append(1.0)  # the input of the bias
+    # The root follows a token that was not foreseen, the places behind it follow likely ones.
+    speaking += 3 ** len(laws) if depth else 0
+    found = place.candidates
+    weights = mixer[speaking]
+    total = weights.raw(left)
+    found[NOTHING] = total, weights, left, 0
+    for token in tokens:
+        inputs = left.copy()
+        pattern, most, believer = speaking, 0.0, 0
+        for source, named in enumerate(beliefs):
+            if token in named:
+                belief = named[token]
+                inputs[source] = score(belief)
+                pattern += (NAMED - OTHERS) * 3**source
+                if belief > most:
+                    most, believer = belief, source
+        weights = mixer[pattern]
+        share = weights.raw(inputs)
+        found[token] = share, weights, inputs, believer
+        total += share
+    place.total = total
+    return [(token, found[token][0] / total) for token in tokens]
+
+
+def _advance(laws: Sequence[Law], place: Place, token: int) -> Place:
+    """The place behind one of its candidates."""
+    states = [law.advance(state, token) for law, state in zip(laws, place.states, strict=True)]
+    reached = place.reached * place.candidates[token][0] / place.total
+    place.behind[token] = behind = Place(states, place.depth + 1, reached)
+    return behind
