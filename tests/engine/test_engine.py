@@ -388,7 +388,7 @@ def test_costs_are_measured_when_there_is_a_drafter() -> None:
         verifier=make_verifier("follow"),
         drafter=ScriptedDrafter(right(RULE)),
     )
-    assert set(target.passes) == {1, 8, 32}
+    assert {1, 8, 32} <= set(target.passes)
     assert store.free_slots == store.slots
     assert run(engine, [([1, 2], greedy(9))]) == [greedy_path(RULE, [1, 2], 9)]
 
