@@ -244,9 +244,9 @@ class StepStats:
         missed: float,
     ) -> None:
         """Add a share of the time of a step. seconds: by phase."""
-        for phase in PHASES:
-            name = f"{phase}_seconds"
-            setattr(self, name, getattr(self, name) + share * seconds[phase])
+        for name, taken in seconds.items():
+            field = f"{name}_seconds"
+            setattr(self, field, getattr(self, field) + share * taken)
         self.step_seconds += share * step_seconds
         self.predicted_seconds += share * predicted
         self.missed_seconds += share * missed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fakes import chain_of
 from forerun.core import Draft, Request, SamplingParams, Speculation, Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.outlook import Outlook, worths
-from forerun.engine.plan import PROBES, Plan, Static
+from forerun.engine.plan import PROBES, UNASKED, Plan, Static
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import Turn
 from forerun.models.cache import Span
@@ -22,14 +23,14 @@ TENTH = Costs({1: 10.0, 11: 20.0})  # a pass takes 9 + rows: a further row a ten
 FREE_ROWS = Costs({1: 10.0})
 
 
-def request(id: int = 0, max_tokens: int = 100, prefix: int = 2, **speculation: object) -> Request:
+def request(id: int = 0, max_tokens: int = 100, prefix: int = 2, **speculation: Any) -> Request:
     params = SamplingParams(max_tokens=max_tokens, speculation=Speculation(**speculation))
     span = Span(0, prefix + 1)
     span.length = prefix
     return Request(id, [1] * (prefix + 1), prefix + 1, params, seed=0, span=span)
 
 
-def turn(draft: Draft = Draft(), budget: int = 64, **values: int) -> Turn:  # noqa: B008
+def turn(draft: Draft = Draft(), budget: int = 64, **values: Any) -> Turn:  # noqa: B008
     return Turn(request(**values), 1, True, True, budget, draft)
 
 
@@ -240,6 +241,20 @@ def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     assert 99 not in plan._outlooks
 
 
+def test_hidden_states_are_kept_only_for_those_who_may_draft() -> None:
+    plan = Plan(TENTH)
+    one = request(0, prefix=1000)
+    assert plan.follows(one)
+    assert not plan.follows(request(1, enabled=False))
+    one.tokens += [1] * UNASKED
+    assert plan.follows(one)
+    one.tokens += [1]
+    assert not plan.follows(one), "it was not asked for too long"
+    assert not plan.follows(one)
+    World(plan, lambda _: 0.0, round=lambda *_: 20.0).run(500)
+    assert [plan.follows(request(id)) for id in (100, 101, 102, 103)] == [True] + [False] * 3
+
+
 def test_a_static_plan_checks_all_and_always_asks() -> None:
     plan, hopeless = Static(), chain_of([1, 2, 3, 4], 0.01)
     assert keep(plan, hopeless) == [hopeless]
@@ -252,8 +267,7 @@ def test_a_static_plan_checks_all_and_always_asks() -> None:
 
 
 def one(survival: Sequence[float], budget: int = 64, whole: bool = False) -> list[float]:
-    worth_L = worths([survival], [budget], [whole], [1.0], price=0.1)[0]
-    return worth_L.tolist()
+    return worths(survival, budget, whole, price=0.1)
 
 
 def test_worth_is_survival_beyond_the_price_of_rows() -> None:
@@ -280,10 +294,10 @@ def test_promises_that_are_not_kept_lose_their_weight() -> None:
 
 def test_rounds_that_were_never_asked_for_look_cheap_and_others_are_known() -> None:
     rounds = Rounds()
-    assert not rounds.seconds(2).any()
+    assert not any(rounds.seconds(2))
     rounds.learn(LEVELS.index(4), 1, 0.4)
     rounds.learn(LEVELS.index(8), 1, 0.6)
-    table = rounds.seconds(1)[0]
+    table = rounds.seconds(1)
     assert [table[LEVELS.index(nodes)] for nodes in (1, 2, 4, 6, 8, 64)] == pytest.approx(
         [0.1, 0.2, 0.4, 0.5, 0.6, 0.6]
     )
@@ -295,5 +309,4 @@ def test_rounds_learn_what_a_request_costs_and_ignore_interruptions() -> None:
     for i in range(200):
         requests = int(dice.integers(1, 9))
         rounds.learn(3, requests, 9.0 if i % 50 == 49 else 0.2 + 0.1 * requests)
-    table = rounds.seconds(8)[:, 3]
-    assert table[[0, 7]] == pytest.approx([0.3, 1.0], rel=0.25)
+    assert [rounds.seconds(1)[3], rounds.seconds(8)[3]] == pytest.approx([0.3, 1.0], rel=0.25)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from operator import mul
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from forerun.models.cache import KVStore, Span
+from forerun.models.cache import MIN_SPAN, KVStore, Span
 from forerun.models.target import Segment, Target
-
-Floats: TypeAlias = NDArray[np.float64]
 
 ROWS = (1, 8, 32, 2, 4, 16, 64)  # of one sequence without a prefix; the most telling first
 CONTEXT = 1024  # tokens of prefix, in all sequences of a pass together
@@ -65,24 +63,37 @@ class Costs:
         if len(rows) > 1:
             slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
         self._points = [*rows, FAR], [*seconds, seconds[-1] + slope * (FAR - rows[-1])]
-        self._curve_R: Floats = np.empty(0)
+        self._curve: list[float] = []
         self.sequence, self.key, self.row_key = sequence, key, row_key
         self.factor = 1.0
         self._learns = learns
 
     def __getitem__(self, rows: int) -> float:
         """Seconds of so many rows of one sequence without a prefix."""
-        return float(self.curve(rows + 1)[rows])
+        return self.factor * self.curve(rows)[rows]
 
-    def curve(self, end: int) -> Floats:
-        """The same for all rows from 0 on, at least up to `end`."""
-        if end > len(self._curve_R):
-            self._curve_R = self.factor * np.interp(np.arange(2 * end), *self._points)
-        return self._curve_R
+    def curve(self, rows: int) -> list[float]:
+        """The same before it is multiplied by `factor`, for all rows from 0 on up to `rows`, at
+        least."""
+        if rows >= len(self._curve):
+            curve: list[float] = np.interp(np.arange(2 * rows + 64), *self._points).tolist()
+            self._curve = curve
+        return self._curve
+
+    def least(self, rows: int) -> float:
+        """Seconds that a row costs at least, where there are `rows` already."""
+        places, seconds = self._points
+        if rows < places[0]:
+            return 0.0
+        begin = bisect_right(places, rows) - 1
+        return self.factor * min(
+            (seconds[i + 1] - seconds[i]) / (places[i + 1] - places[i])
+            for i in range(begin, len(places) - 1)
+        )
 
     def seconds(self, prefixes: Sequence[int], rows: Sequence[int]) -> float:
         """Seconds of a pass over sequences with these prefixes, each with so many rows."""
-        row_keys = sum(prefix * count for prefix, count in zip(prefixes, rows, strict=True))
+        row_keys = sum(map(mul, prefixes, rows))
         beside = self.sequence * (len(rows) - 1) + self.key * sum(prefixes)
         return self[sum(rows)] + self.factor * (beside + self.row_key * row_keys)
 
@@ -90,9 +101,7 @@ class Costs:
         """Learn from a step: all costs move towards what it took, the way they are to each other
         stays. The engine's own work for a step comes in here, too."""
         if self._learns:
-            error = min(MOST, max(-MOST, measured / predicted - 1))
-            self.factor *= 1 + RATE * error
-            self._curve_R *= 1 + RATE * error
+            self.factor *= 1 + RATE * min(MOST, max(-MOST, measured / predicted - 1))
 
 
 _known: weakref.WeakKeyDictionary[Target, dict[Load, float]] = weakref.WeakKeyDictionary()
@@ -114,7 +123,13 @@ def loads(slots: int) -> list[Load]:
         Load(1, SEQUENCES, prefix),
         Load(SEQUENCES, 1, prefix // SEQUENCES),
     ]
-    return [load for load in wanted if load.sequences * (load.rows + load.prefix) <= slots]
+    return list(dict.fromkeys(load for load in wanted if _room(load) <= slots))
+
+
+def _room(load: Load) -> int:
+    """Slots that it takes; spans that are not alone reserve more than they need."""
+    needed = load.rows + load.prefix
+    return needed if load.sequences == 1 else load.sequences * max(MIN_SPAN, 2 * needed)
 
 
 @torch.inference_mode()

@@ -156,6 +156,9 @@ class Engine:
         """Ask the drafter for those whose tokens all lie in the store but the last."""
         if not self.drafter:
             return
+        if self.drafter.taps:
+            for turn in batch.turns:
+                turn.followed = self.plan.follows(turn.request)
         turns = [turn for turn in batch.turns if turn.decoding]
         budgets = self.plan.budgets(turns, batch.rows_left)
         for turn, budget in zip(turns, budgets, strict=True):
@@ -192,7 +195,8 @@ class Engine:
         batch.predicted_seconds = self.plan.predict(batch.turns)
 
     def _forward(self, batch: Batch) -> Forward:
-        taps = self.drafter.taps if self.drafter else ()
+        followed = any(turn.followed for turn in batch.turns)
+        taps = self.drafter.taps if self.drafter and followed else ()
         segments = [rows.segment(turn) for turn in batch.turns]
         return self.target.forward(segments, self.store, taps)
 
@@ -249,7 +253,14 @@ class Engine:
         """Tell the drafter what became of the proposals."""
         if not self.drafter:
             return
-        living = [turn for turn in batch.turns if not turn.request.finish_reason]
+        living = [
+            turn
+            for turn in batch.turns
+            if (turn.followed if self.drafter.taps else turn.budget)
+            and not turn.request.finish_reason
+        ]
+        if not living:
+            return
         requests = [turn.request for turn in living]
         taps_RTD = result.taps_RTD
         taps = rows.taps(batch, living, taps_RTD) if taps_RTD is not None else ()

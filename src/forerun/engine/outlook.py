@@ -2,34 +2,32 @@
 of their promises comes true.
 
 The worth of a draft is what remains of the accepted tokens when its rows are paid for: the sum over
-its nodes of survival - price, where `price` is the number of tokens that a row must bring, and nodes
-below it are not bought. D drafts, L levels (largest numbers of nodes), N nodes in order of survival.
+its nodes of survival - price, where `price` is the number of tokens that a row must bring, without
+those below it, which are not bought. It is told for each level: for the draft cut to so many nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-import numpy as np
-
-from forerun.engine.costs import Floats
 from forerun.engine.rounds import LEVELS
 
-FIRST = 1 - 0.4 ** np.array(LEVELS, dtype=float)  # of a drafter never asked: worth trying out
+FIRST = [1 - 0.4**nodes for nodes in LEVELS]  # of a drafter never asked: worth trying out
 PRIOR = 4  # drafts of its own for which a request counts what is known of all
 WINDOW, LONG_WINDOW = 16, 256  # drafts remembered, of a request and of all
 TRUST = 8.0  # promised tokens that are believed from the start
 TRUST_WINDOW, LONG_TRUST_WINDOW = 64.0, 512.0  # promised tokens remembered
 MAX_NODES = LEVELS[-1]
-PLACES_N = np.arange(1.0, MAX_NODES + 1)
-ENDS_L = np.array(LEVELS) - 1
 
 
 class Outlook:
     """Of one request, or of all together.
 
-    worths_L: mean worth of a draft cut to so many nodes.
+    worths: mean worth of a draft cut to so many nodes.
     asked_at: the last step in which the drafter was asked. probes: steps left of a probe.
+    followed: whether the drafter keeps up with the request. asked_length: its length in tokens when
+        it was last asked.
     """
 
     __slots__ = (
@@ -39,21 +37,24 @@ class Outlook:
         "_trust_window",
         "_window",
         "asked_at",
+        "asked_length",
+        "followed",
         "probes",
-        "worths_L",
+        "worths",
     )
 
     def __init__(self, all_requests: Outlook | None = None) -> None:
         """Of a request, as far as it is known from all requests; without them, of all."""
+        self.worths = list(all_requests.worths if all_requests else FIRST)
         self.asked_at = -1
+        self.asked_length = 0
+        self.followed = True
         self.probes = 0
         self._promised = self._accepted = TRUST
         if all_requests:
-            self.worths_L = all_requests.worths_L.copy()
             self._drafts, self._window, self._trust_window = PRIOR, WINDOW, TRUST_WINDOW
             self._accepted *= all_requests.honesty
         else:
-            self.worths_L = FIRST.copy()
             self._drafts, self._window, self._trust_window = 1, LONG_WINDOW, LONG_TRUST_WINDOW
 
     @property
@@ -61,10 +62,13 @@ class Outlook:
         """Accepted tokens for each that was promised."""
         return self._accepted / self._promised
 
-    def expect(self, worth_L: Floats) -> None:
+    def expect(self, worths: Sequence[float]) -> None:
         """Learn from what a draft promised."""
         self._drafts = min(self._drafts + 1, self._window)
-        self.worths_L += (worth_L - self.worths_L) / self._drafts
+        step = 1 / self._drafts
+        self.worths = [
+            old + step * (new - old) for old, new in zip(self.worths, worths, strict=True)
+        ]
 
     def settle(self, promised: float, accepted: int) -> None:
         """Learn from what became of the nodes that were verified."""
@@ -75,27 +79,22 @@ class Outlook:
         self._accepted += accepted
 
 
-def worths(
-    survivals: Sequence[Sequence[float]],
-    budgets: Sequence[int],
-    whole: Sequence[bool],
-    honesties: Sequence[float],
-    price: float,
-) -> Floats:
-    """What each draft is worth at each level, [D, L].
+def worths(survival: Sequence[float], budget: int, whole: bool, price: float) -> list[float]:
+    """What a draft is worth at each level.
 
     A draft as large as its budget would have gone on: as its survival decayed so far.
-    whole: drafts of which all nodes must be bought.
+    whole: all its nodes must be bought.
     """
-    chance_DN = np.zeros((len(survivals), MAX_NODES))
-    for row_N, survival, budget in zip(chance_DN, survivals, budgets, strict=True):
-        size = len(survival)
-        if size:
-            row_N[:size] = sorted(survival, reverse=True)
-            if size >= budget:
-                row_N[size:] = row_N[size - 1] ** (PLACES_N[size:] / size)
-    gains_DN = chance_DN * np.array(honesties)[:, None] - price
-    gains_DN[chance_DN == 0] = 0  # no nodes
-    least_D1 = np.where(whole, -np.inf, 0.0)[:, None]
-    found: Floats = np.maximum(gains_DN, least_D1).cumsum(1)[:, ENDS_L]
+    ranked = sorted([c for c in survival if whole or c > price], reverse=True)
+    sums = [0.0, *accumulate([chance - price for chance in ranked])]
+    most, size = len(ranked), len(survival)
+    found = [sums[min(nodes, most)] for nodes in LEVELS]
+    if survival and size >= budget:
+        last, before = min(survival), size
+        for level, nodes in enumerate(LEVELS):
+            if nodes > before:
+                chance = last ** ((before + nodes + 1) / 2 / size)  # in the middle of those added
+                gain = chance - price if whole or chance > price else 0.0
+                found[level] = (found[level - 1] if level else 0.0) + (nodes - before) * gain
+                before = nodes
     return found

@@ -1,24 +1,18 @@
-"""How much to speculate: whom the drafter is asked for, and which nodes are worth a row of the pass.
+"""How much to speculate: whom the drafter is asked for, and which nodes are worth a row.
 
 Both questions have one answer, tokens per second. Before drafting it is taken from what earlier
 drafts were worth and how long the drafter took (`outlook.py`, `rounds.py`), after drafting from the
 survival of the nodes at hand. Decides about speed, never about text.
-
-D requests that could draft, L levels (budgets), N nodes in order of survival.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-
-import numpy as np
-from numpy.typing import NDArray
 
 from forerun.core import Draft, Request
 from forerun.drafters.tree import prune
-from forerun.engine.costs import Costs, Floats
+from forerun.engine.costs import Costs
 from forerun.engine.outlook import MAX_NODES, Outlook, worths
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import NOTHING, Turn
@@ -26,6 +20,11 @@ from forerun.engine.scheduler import NOTHING, Turn
 PROBES = 0.01  # share of the time that may be spent on finding out whether drafts pay again
 PROBE_STEPS = 2  # in the first of them a drafter catches up, which tells nothing about its rounds
 PROBE_LEVEL = LEVELS.index(4)
+
+# Where a drafter reads hidden states of the target, those of all tokens have to be kept for it.
+UNASKED = 256  # tokens without a draft, after which a request goes on without
+IDLE = 64  # steps without a draft that pays, after which it is off,
+FOLLOWED = 4  # and one in so many new requests is followed, to find out whether it pays again
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,28 @@ class Plan:
         self._outlooks: dict[int, Outlook] = {}
         self._question = Question()
         self._step = 0
+        self._paid_at = 0  # the last step in which somebody was asked who was expected to pay
         self._price = 0.0  # tokens that a further row must bring, as of the last step
         self._allowance = 0.0  # seconds left for probes; none is begun while it is negative
 
     # ---- before drafting ------------------------------------------------------------------------
+
+    def follows(self, request: Request) -> bool:
+        """Whether a drafter that reads hidden states gets those of this request.
+
+        What it once missed it cannot make up for: such a request goes on without drafts.
+        """
+        if not request.params.speculation.enabled:
+            return False
+        outlook = self._outlooks.get(request.id)
+        if outlook is None:
+            outlook = self._outlook(request)
+            outlook.asked_length = len(request.tokens)
+            is_off = self._step > self._paid_at + IDLE
+            outlook.followed = not is_off or request.id % FOLLOWED == 0
+        if outlook.followed and len(request.tokens) - outlook.asked_length > UNASKED:
+            outlook.followed = False
+        return outlook.followed
 
     def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
         """How many nodes the drafter may propose for each of the decoding `turns`; 0: not asked.
@@ -66,7 +83,7 @@ class Plan:
         longer; n and l maximise tokens per second.
         """
         self._step += 1
-        limits = [_limit(turn.request) for turn in turns]
+        limits = [_limit(turn.request) if turn.followed else 0 for turn in turns]
         able = [i for i, limit in enumerate(limits) if limit > 0]
         budgets = [0] * len(turns)
         self._question = Question()
@@ -80,10 +97,13 @@ class Plan:
             return budgets
         if level is None:
             level = PROBE_LEVEL
+        else:
+            self._paid_at = self._step
         usual = all(outlooks[i].asked_at == self._step - 1 for i in asked)
         self._question = Question(level, len(asked), len(probes), usual)
         for i in asked:
             outlooks[i].asked_at = self._step
+            outlooks[i].asked_length = len(turns[able[i]].request.tokens)
             budgets[able[i]] = min(LEVELS[level], limits[able[i]], rows_left // len(asked))
         return budgets
 
@@ -92,15 +112,20 @@ class Plan:
     ) -> tuple[int | None, list[int]]:
         """Level and places of the requests with which tokens per second are most."""
         plain = self._plain(turns)
-        worth_DL = np.array([outlook.worths_L for outlook in outlooks])
-        order_DL = np.argsort(-worth_DL, axis=0)
-        gains_DL = np.take_along_axis(worth_DL, order_DL, 0).cumsum(0)
-        rounds_DL = self.rounds.seconds(len(outlooks))[: len(outlooks)]
-        rates_DL = (len(turns) + gains_DL) / (plain + rounds_DL)
-        last, level = divmod(int(rates_DL.argmax()), len(LEVELS))
-        if rates_DL[last, level] <= len(turns) / plain:
+        best, found, chosen = len(turns) / plain, -1, 0
+        rounds = [self.rounds.seconds(1 + count) for count in range(len(outlooks))]
+        for level in range(len(LEVELS)):
+            tokens = float(len(turns))
+            worths = sorted([outlook.worths[level] for outlook in outlooks], reverse=True)
+            for count, worth in enumerate(worths):
+                tokens += worth
+                rate = tokens / (plain + rounds[count][level])
+                if rate > best:
+                    best, found, chosen = rate, level, count + 1
+        if not chosen:
             return None, []
-        return level, order_DL[: last + 1, level].tolist()
+        order = sorted(range(len(outlooks)), key=lambda i: -outlooks[i].worths[found])
+        return found, order[:chosen]
 
     def _probes(self, outlooks: Sequence[Outlook], chosen: Sequence[int]) -> list[int]:
         """Who else is asked, for nothing but to find out whether it pays."""
@@ -143,45 +168,49 @@ class Plan:
     ) -> list[Draft]:
         drafts = [turn.draft for turn in turns]
         drawn = [draft.probs_NV is not None for draft in drafts]
-        sizes = [len(draft) for draft in drafts]
-        survival_N = np.fromiter(chain.from_iterable(chances), float)
-        prefix_N = np.repeat([turn.request.cached for turn in turns], sizes)
-        free_N = np.flatnonzero(~np.repeat(drawn, sizes))
-        order_N = free_N[np.argsort(-survival_N[free_N], kind="stable")]
-        rows += len(survival_N) - len(order_N)
-
-        tokens = len(turns) + np.cumsum([0.0, *survival_N[order_N]])
-        end = rows + len(order_N) + 2  # one row more than there are nodes: what it would cost
-        curve_R = self.costs.curve(end)[rows:end]
-        keys_R = np.cumsum([0, *prefix_N[order_N], prefix_N.mean()])
-        longer_R = curve_R - curve_R[0] + self.costs.factor * self.costs.row_key * keys_R
-        seconds = self._plain(turns) + spent + longer_R
-        rates = tokens / seconds[:-1]
-        count = int(rates.argmax())
-        self._price = float(rates[count] * (seconds[count + 1] - seconds[count]))
-        if count == len(order_N):
-            return drafts
-        kept_N = np.repeat(drawn, sizes)
-        kept_N[order_N[:count]] = True
+        rows += sum(len(draft) for draft, whole in zip(drafts, drawn, strict=True) if whole)
+        tokens, seconds = float(len(turns)), self._plain(turns) + spent
+        best, count = tokens / seconds, 0
+        # What is less likely raises the rate at no place.
+        least = best * self.costs.least(rows)
+        nodes = sorted(
+            (-chance, i, node)
+            for i, whole in enumerate(drawn)
+            if not whole
+            for node, chance in enumerate(chances[i])
+            if chance >= least
+        )
+        factor, curve = self.costs.factor, self.costs.curve(rows + len(nodes) + 1)
+        keys = [self.costs.row_key * turn.request.cached for turn in turns]
+        seconds -= factor * curve[rows]
+        total = 0.0
+        for n, (minus_chance, i, _) in enumerate(nodes, 1):
+            tokens -= minus_chance
+            total += keys[i]
+            rate = tokens / (seconds + factor * (curve[rows + n] + total))
+            if rate > best:
+                best, count = rate, n
+        row = curve[rows + count + 1] - curve[rows + count] + sum(keys) / len(keys)
+        self._price = best * factor * row
+        kept: list[list[int]] = [[] for _ in drafts]
+        for _, i, node in nodes[:count]:
+            kept[i].append(node)
         return [
-            _part(draft, part_N)
-            for draft, part_N in zip(drafts, np.split(kept_N, np.cumsum(sizes)[:-1]), strict=True)
+            draft if whole else prune(draft, part) if part else NOTHING
+            for draft, whole, part in zip(drafts, drawn, kept, strict=True)
         ]
 
     def _expect(self, turns: Sequence[Turn], chances: Sequence[list[float]]) -> None:
         """Learn from what the drafts promise, of those who were asked for one."""
-        asked = [i for i, turn in enumerate(turns) if turn.budget]
-        outlooks = [self._outlook(turns[i].request) for i in asked]
-        worth_DL = worths(
-            [chances[i] for i in asked],
-            [turns[i].budget for i in asked],
-            [turns[i].draft.probs_NV is not None for i in asked],
-            [outlook.honesty for outlook in outlooks],
-            self._price,
-        )
-        for outlook, worth_L in zip(outlooks, worth_DL, strict=True):
-            outlook.expect(worth_L)
-            self._all.expect(worth_L)
+        for turn, survival in zip(turns, chances, strict=True):
+            if not turn.budget:
+                continue
+            outlook = self._outlook(turn.request)
+            trusted = [outlook.honesty * chance for chance in survival]
+            whole = turn.draft.probs_NV is not None
+            worth = worths(trusted, turn.budget, whole, self._price)
+            outlook.expect(worth)
+            self._all.expect(worth)
 
     def predict(self, turns: Sequence[Turn]) -> float:
         """Seconds that a step takes beside drafting; 0 where it reads prompts, too."""
@@ -235,6 +264,9 @@ class Static(Plan):
     def __init__(self) -> None:
         super().__init__(Costs({1: 1.0}))
 
+    def follows(self, request: Request) -> bool:
+        return request.params.speculation.enabled
+
     def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
         share = rows_left // max(1, len(turns))
         return [min(share, _limit(turn.request)) for turn in turns]
@@ -265,8 +297,3 @@ def _chances(draft: Draft) -> list[float]:
     for parent, chance in zip(draft.parents, draft.survival, strict=True):
         chances.append(chance if parent < 0 else min(chance, chances[parent]))
     return chances
-
-
-def _part(draft: Draft, kept_N: NDArray[np.bool_]) -> Draft:
-    nodes = np.flatnonzero(kept_N).tolist()
-    return prune(draft, nodes) if nodes else NOTHING

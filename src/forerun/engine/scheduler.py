@@ -34,6 +34,7 @@ class Turn:
     budget: int = 0  # nodes its drafter was asked for
     draft: Draft = NOTHING
     verdict: Verdict | None = None  # set where the pass decides
+    followed: bool = True  # the drafter keeps up with the request, and may be asked
 
 
 class Clock:
