@@ -31,14 +31,14 @@ FOLLOWED = 4  # and one in so many new requests is followed, to find out whether
 class Question:
     """What the drafter is asked in a step: level of the budgets, None for nothing.
 
-    probes: how many of the asked requests are only asked to find out.
+    probes: ids of the asked requests that are only asked to find out.
     usual: whether the time of the round tells what rounds cost: nobody was asked for the first time
     or after a pause.
     """
 
     level: int | None = None
     asked: int = 0
-    probes: int = 0
+    probes: frozenset[int] = frozenset()
     usual: bool = False
 
 
@@ -82,25 +82,25 @@ class Plan:
         a pass brings W(n, l) tokens beside the one of each, net of their rows, and takes R(n, l)
         longer; n and l maximise tokens per second.
         """
-        self._step += 1
         limits = [_limit(turn.request) if turn.followed else 0 for turn in turns]
         able = [i for i, limit in enumerate(limits) if limit > 0]
         budgets = [0] * len(turns)
         self._question = Question()
         if not able or not rows_left:
             return budgets
+        self._step += 1
         outlooks = [self._outlook(turns[i].request) for i in able]
         level, chosen = self._choose(outlooks, turns)
-        probes = self._probes(outlooks, chosen)
-        asked = [*chosen, *probes][:rows_left]
+        asked = [*chosen, *self._probes(outlooks, chosen)][:rows_left]
         if not asked:
             return budgets
+        probes = frozenset(turns[able[i]].request.id for i in asked[len(chosen) :])
         if level is None:
             level = PROBE_LEVEL
         else:
             self._paid_at = self._step
         usual = all(outlooks[i].asked_at == self._step - 1 for i in asked)
-        self._question = Question(level, len(asked), len(probes), usual)
+        self._question = Question(level, len(asked), probes, usual)
         for i in asked:
             outlooks[i].asked_at = self._step
             outlooks[i].asked_length = len(turns[able[i]].request.tokens)
@@ -152,6 +152,8 @@ class Plan:
 
         turns: all that decide; each brings a token anyway. spent: seconds of drafting.
         With the n likeliest nodes a pass brings E(n) tokens in T(n) seconds; n maximises E / T.
+        A drafter that keeps few of its promises is believed as little, but for probes: they have to
+        show whether that is still so.
         A node never survives without its parent, so any n likeliest nodes are whole trees.
         Tokens drawn from a law (`probs_NV`) are all kept: to drop one because of its value would
         bias the output (Leviathan et al. 2023, and every rule that compares p with q).
@@ -159,7 +161,13 @@ class Plan:
         drafts = [turn.draft for turn in turns]
         chances = [_chances(draft) for draft in drafts]
         if any(chances):
-            drafts = self._buy(turns, chances, rows, spent)
+            trusted = [
+                chances[i]
+                if turn.request.id in self._question.probes
+                else [self._all.honesty * chance for chance in chances[i]]
+                for i, turn in enumerate(turns)
+            ]
+            drafts = self._buy(turns, trusted, rows, spent)
         self._expect(turns, chances)
         return drafts
 
@@ -241,7 +249,7 @@ class Plan:
         if question.probes:
             nodes = sum(len(turn.draft) for turn in asked)
             passed = self.costs[len(asked) + nodes] - self.costs[len(asked)]
-            self._allowance -= (draft_seconds + passed) * question.probes / question.asked
+            self._allowance -= (draft_seconds + passed) * len(question.probes) / question.asked
         self._allowance = min(0.0, self._allowance)
 
     def forget(self, request: Request) -> None:
