@@ -58,7 +58,7 @@ class Costs:
     ) -> None:
         rows = sorted(points)
         # More rows are never cheaper: what looks so is the clock's noise.
-        seconds = list(accumulate((points[each] for each in rows), max))
+        seconds: list[float] = list(accumulate((points[each] for each in rows), max))
         slope = 0.0
         if len(rows) > 1:
             slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
@@ -93,7 +93,7 @@ class Costs:
 
     def seconds(self, prefixes: Sequence[int], rows: Sequence[int]) -> float:
         """Seconds of a pass over sequences with these prefixes, each with so many rows."""
-        row_keys = sum(map(mul, prefixes, rows))
+        row_keys: int = sum(map(mul, prefixes, rows))
         beside = self.sequence * (len(rows) - 1) + self.key * sum(prefixes)
         return self[sum(rows)] + self.factor * (beside + self.row_key * row_keys)
 

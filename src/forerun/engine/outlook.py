@@ -45,7 +45,7 @@ class Outlook:
 
     def __init__(self, all_requests: Outlook | None = None) -> None:
         """Of a request, as far as it is known from all requests; without them, of all."""
-        self.worths = list(all_requests.worths if all_requests else FIRST)
+        self.worths: list[float] = list(all_requests.worths if all_requests else FIRST)
         self.asked_at = -1
         self.asked_length = 0
         self.followed = True
