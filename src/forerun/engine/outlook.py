@@ -15,7 +15,7 @@ from forerun.engine.rounds import LEVELS
 
 FIRST = [1 - 0.4**nodes for nodes in LEVELS]  # of a drafter never asked: worth trying out
 PRIOR = 4  # drafts of its own for which a request counts what is known of all
-WINDOW, LONG_WINDOW = 16, 256  # drafts remembered, of a request and of all
+WINDOW, LONG_WINDOW = 16, 64  # drafts remembered, of a request and of all
 TRUST = 4.0  # promised tokens that are believed from the start
 TRUST_WINDOW, LONG_TRUST_WINDOW = 64.0, 512.0  # promised tokens remembered
 MAX_NODES = LEVELS[-1]

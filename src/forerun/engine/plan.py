@@ -54,6 +54,7 @@ class Plan:
         self._step = 0
         self._paid_at = 0  # the last step in which somebody was asked who was expected to pay
         self._price = 0.0  # tokens that a further row must bring, as of the last step
+        self._row = 0.0  # seconds that it took
         self._allowance = 0.0  # seconds left for probes; none is begun while it is negative
 
     # ---- before drafting ------------------------------------------------------------------------
@@ -199,7 +200,8 @@ class Plan:
             if rate > best:
                 best, count = rate, n
         row = curve[rows + count + 1] - curve[rows + count] + sum(keys) / len(keys)
-        self._price = best * factor * row
+        self._row = factor * row
+        self._price = best * self._row
         kept: list[list[int]] = [[] for _ in drafts]
         for _, i, node in nodes[:count]:
             kept[i].append(node)
@@ -247,9 +249,9 @@ class Plan:
             self.rounds.learn(question.level, question.asked, draft_seconds)
         self._allowance += PROBES * step_seconds
         if question.probes:
-            nodes = sum(len(turn.draft) for turn in asked)
-            passed = self.costs[len(asked) + nodes] - self.costs[len(asked)]
-            self._allowance -= (draft_seconds + passed) * len(question.probes) / question.asked
+            probes = [turn for turn in asked if turn.request.id in question.probes]
+            nodes = sum(len(turn.draft) for turn in probes)
+            self._allowance -= draft_seconds * len(probes) / question.asked + self._row * nodes
         self._allowance = min(0.0, self._allowance)
 
     def forget(self, request: Request) -> None:
