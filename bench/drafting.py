@@ -32,7 +32,6 @@ from forerun.drafters import DraftContext, Drafter, make_drafter
 from forerun.drafters.dflash import DFlashDrafter
 from forerun.drafters.eagle import EagleDrafter
 from forerun.drafters.medusa import Medusa
-from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
 from forerun.models.cache import Span
 from forerun.models.heads import rounds as compiled_rounds
@@ -269,14 +268,13 @@ def main(
     prompt = torch.randint(target.info.vocab_size, (PROMPT,)).tolist()
 
     def engine(drafter: Drafter | None) -> Steps:
-        # Rows for free: the tree is verified whole.
         return Steps(
             Engine(
                 target,
                 store=target.new_store(4096),
                 verifier=make_verifier("follow"),
                 drafter=drafter,
-                costs=Costs({1: 1.0}),
+                static=True,
             ),
             prompt,
         )

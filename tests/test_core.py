@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forerun.config import Settings
-from forerun.core import Draft, Request, SamplingParams, StepStats
+from forerun.core import PHASES, Draft, Request, SamplingParams, StepStats
 from forerun.errors import ConfigError
 
 # ---- SamplingParams -----------------------------------------------------------------------------
@@ -31,6 +31,9 @@ from forerun.errors import ConfigError
         ({"n": 0}, "n: should be greater than or equal to 1"),
         ({"logprobs": 21}, "logprobs: should be less than or equal to 20"),
         ({"stop": ["a", ""]}, "stop: a stop string must not be empty"),
+        ({"speculation": {"enable": 1}}, "speculation has no 'enable'; did you mean 'enabled'?"),
+        ({"speculation": {"max_draft_tokens": 0}}, "max_draft_tokens: should be greater than or"),
+        ({"speculation": "off"}, "speculation"),
     ],
 )
 def test_bad_parameters_are_refused_in_one_line(params: dict[str, Any], message: str) -> None:
@@ -167,3 +170,23 @@ def test_adding_statistics_is_recording_both() -> None:
     timed = StepStats(draft_seconds=1, forward_seconds=2, step_seconds=4)
     timed.add(StepStats(draft_seconds=0.5, forward_seconds=0.25, step_seconds=1))
     assert (timed.draft_seconds, timed.forward_seconds, timed.step_seconds) == (1.5, 2.25, 5)
+
+
+def test_calibration_is_counted_by_tenths_of_survival() -> None:
+    stats, other = StepStats(), StepStats()
+    stats.compare([0.95, 0.35, 0.3], path=[0, 2])
+    other.compare([1.0], path=[])
+    stats.add(other)
+    assert stats.verified_in == [0, 0, 0, 2, 0, 0, 0, 0, 0, 2]
+    assert stats.expected_in[3] == pytest.approx(0.65)
+    assert stats.accepted_in == [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+    assert stats.calibration_error == pytest.approx((0.35 + 0.95) / 4)
+    assert StepStats().calibration_error == StepStats().cost_error == 0
+
+
+def test_seconds_are_added_by_phase() -> None:
+    stats = StepStats()
+    stats.spend(0.5, dict.fromkeys(PHASES, 2.0) | {"draft": 4.0}, 20.0, 10.0, 1.0)
+    stats.add(stats)
+    assert (stats.draft_seconds, stats.forward_seconds, stats.step_seconds) == (4.0, 2.0, 20.0)
+    assert stats.cost_error == pytest.approx(0.1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -17,12 +17,29 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 
+# The parts of a step whose time is told; `draft` includes what the drafter learns afterwards.
+PHASES = ("schedule", "draft", "plan", "forward", "verify", "commit", "emit")
+BINS = 10  # of survival, from 0 to 1
+
+
+class Speculation(Settings):
+    """What a request allows of drafting. enabled: whether it may be drafted for at all.
+
+    max_draft_tokens: most tokens drafted for one pass; None leaves it to the plan.
+    """
+
+    title = "speculation"
+
+    enabled: bool = True
+    max_draft_tokens: Annotated[int, Field(ge=1)] | None = None
+
 
 class SamplingParams(Settings):
     """How the tokens of a request are chosen and when it ends. Names and defaults as in vLLM.
 
     temperature 0 is greedy. top_k 0 or -1 keeps all tokens. `seed` None draws a fresh one.
     `logprobs` is the number of alternatives returned per token beside the chosen one.
+    `speculation` has no influence on the tokens, only on how fast they come.
     """
 
     n: Annotated[int, Field(ge=1)] = 1
@@ -43,6 +60,7 @@ class SamplingParams(Settings):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     skip_special_tokens: bool = True
+    speculation: Speculation = Speculation()
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -166,17 +184,35 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepStats:
-    """Counters as vLLM defines them: passes with an empty draft are not `drafts`."""
+    """Counters as vLLM defines them: passes with an empty draft are not `drafts`.
+
+    verified_in, expected_in, accepted_in: per tenth of survival, the nodes that were verified, the
+        sum of their survival as the drafter estimated it, and how many were accepted.
+    *_seconds: of steps that decode, by `PHASES` and in whole; where several requests share a step,
+        in proportion to their rows. predicted_seconds: what the plan expected of those steps that
+        it could predict; missed_seconds: by how much it was wrong, either way.
+    """
 
     passes: int = 0  # target passes that emitted tokens for a request, plain ones included
     drafts: int = 0  # of these, passes that verified at least one drafted token
     draft_tokens: int = 0
     accepted_tokens: int = 0
     emitted_tokens: int = 0
+    asked: int = 0  # passes before which the drafter was asked for a draft
     accepted_at: list[int] = field(default_factory=list)  # drafts whose accepted path reaches i
+    verified_in: list[int] = field(default_factory=lambda: [0] * BINS)
+    expected_in: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    accepted_in: list[int] = field(default_factory=lambda: [0] * BINS)
+    schedule_seconds: float = 0.0
     draft_seconds: float = 0.0
+    plan_seconds: float = 0.0
     forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    emit_seconds: float = 0.0
     step_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    missed_seconds: float = 0.0
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
         """Count one request's share of a step."""
@@ -191,19 +227,40 @@ class StepStats:
         for position in range(accepted):
             self.accepted_at[position] += 1
 
+    def compare(self, survival: Sequence[float], path: Collection[int]) -> None:
+        """Count what was expected of a draft's nodes against those that were accepted."""
+        for node, chance in enumerate(survival):
+            bin = min(int(chance * BINS), BINS - 1)
+            self.verified_in[bin] += 1
+            self.expected_in[bin] += chance
+            self.accepted_in[bin] += node in path
+
+    def spend(
+        self,
+        share: float,
+        seconds: Mapping[str, float],
+        step_seconds: float,
+        predicted: float,
+        missed: float,
+    ) -> None:
+        """Add a share of the time of a step. seconds: by phase."""
+        for name, taken in seconds.items():
+            field = f"{name}_seconds"
+            setattr(self, field, getattr(self, field) + share * taken)
+        self.step_seconds += share * step_seconds
+        self.predicted_seconds += share * predicted
+        self.missed_seconds += share * missed
+
     def add(self, other: StepStats) -> None:
         """Add another's counters to these."""
         self.accepted_at.extend([0] * (len(other.accepted_at) - len(self.accepted_at)))
-        for position, count in enumerate(other.accepted_at):
-            self.accepted_at[position] += count
-        self.passes += other.passes
-        self.drafts += other.drafts
-        self.draft_tokens += other.draft_tokens
-        self.accepted_tokens += other.accepted_tokens
-        self.emitted_tokens += other.emitted_tokens
-        self.draft_seconds += other.draft_seconds
-        self.forward_seconds += other.forward_seconds
-        self.step_seconds += other.step_seconds
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, list):
+                for place, count in enumerate(theirs):
+                    mine[place] += count
+            else:
+                setattr(self, each.name, mine + theirs)
 
     @property
     def acceptance_length(self) -> float:
@@ -221,3 +278,27 @@ class StepStats:
     @property
     def acceptance_per_position(self) -> list[float]:
         return [count / self.drafts for count in self.accepted_at]
+
+    @property
+    def rows_per_pass(self) -> float:
+        """Rows of a decoding request in a pass: its last token and the verified nodes."""
+        return 1 + self.draft_tokens / self.passes if self.passes else 0.0
+
+    @property
+    def plain_share(self) -> float:
+        """Share of the passes that verified no drafted token."""
+        return 1 - self.drafts / self.passes if self.passes else 0.0
+
+    @property
+    def calibration_error(self) -> float:
+        """By how much the survival of a verified node differs from what became of such nodes: the
+        mean over nodes of |expected - observed| in their bin (expected calibration error, Guo et
+        al. 2017)."""
+        nodes = sum(self.verified_in)
+        pairs = zip(self.expected_in, self.accepted_in, strict=True)
+        return sum(abs(expected - count) for expected, count in pairs) / nodes if nodes else 0.0
+
+    @property
+    def cost_error(self) -> float:
+        """By how much predictions of a step's time were wrong, relative to that time."""
+        return self.missed_seconds / self.predicted_seconds if self.predicted_seconds else 0.0

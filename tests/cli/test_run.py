@@ -111,6 +111,15 @@ def test_json_holds_all_figures(capsys: pytest.CaptureFixture[str], model: str) 
     assert result["tok_s"] == pytest.approx(48 / result["seconds"])
 
 
+def test_drafts_may_be_limited(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    options = ["ab ab ab ab ", "--model", model, *GREEDY, "--json", "--static"]
+    few = json.loads(Run(capsys, *options, "--max-draft-tokens", "1").out)
+    many = json.loads(Run(capsys, *options).out)
+    assert few["outputs"][0]["token_ids"] == many["outputs"][0]["token_ids"]
+    assert few["stats"]["draft_tokens"] == few["stats"]["drafts"] <= many["stats"]["draft_tokens"]
+    assert "max_draft_tokens: should be greater" in fails(capsys, "x", "--max-draft-tokens", "0")
+
+
 def test_json_tells_the_seed_that_was_drawn(capsys: pytest.CaptureFixture[str], model: str) -> None:
     options = ["abab", "--model", model, *GREEDY, "--json", "--temperature", "1"]
     first = json.loads(Run(capsys, *options).out)

@@ -144,6 +144,12 @@ def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafted.verify_ms == pytest.approx(10.0)
     assert drafted.other_ms == pytest.approx(4.0)
     assert drafted.peak_rss_mb > 1
+    assert drafted.step_ms["forward"] == drafted.verify_ms
+    assert drafted.step_ms["plan"] == 0
+    assert (drafted.rows_per_pass, drafted.plain_share) == (1 + 2 / 3, 1 - 1 / 3)
+    # a pass takes 4 / 3 times as long as a plain one, and one in three had a draft
+    assert drafted.break_even == pytest.approx(2.0)
+    assert plain.break_even is None
 
 
 def test_one_wrong_token_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +184,8 @@ def test_row_has_the_agreed_fields() -> None:
         "model, dtype, device, method, spec, workload, batch, temperature, prompts, output_tokens, "
         "seconds, tok_s, plain_tok_s, speedup, acceptance_length, tokens_per_pass, "
         "acceptance_per_position, draft_ms, verify_ms, other_ms, identical, prompts_compared, "
-        "ttft_ms, tpot_ms, peak_rss_mb"
+        "ttft_ms, tpot_ms, peak_rss_mb, step_ms, rows_per_pass, plain_share, break_even, "
+        "calibration, calibration_error, cost_error"
     )
     assert [field.name for field in fields(bench.Row)] == agreed.split(", ")
 

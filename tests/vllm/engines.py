@@ -74,11 +74,13 @@ class WholeChains(Static):
         super().__init__()
         self.rounds: dict[int, list[Round]] = defaultdict(list)
 
-    def budgets(self, requests: Sequence[Request], rows_left: int) -> list[int]:
-        return [min(K, request.remaining - 1) for request in requests]
+    def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
+        return [min(K, turn.request.remaining - 1) for turn in turns]
 
-    def learn(self, turns: Sequence[Turn], draft_seconds: float) -> None:
-        for turn in turns:
+    def learn(
+        self, asked: Sequence[Turn], draft_seconds: float, step_seconds: float, predicted: float
+    ) -> None:
+        for turn in asked:
             assert turn.verdict
             accepted = len(turn.verdict.path)
             begin = turn.request.output_length - accepted - 1

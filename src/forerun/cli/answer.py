@@ -69,7 +69,15 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Texts, tokens, times and counters, as JSON wants them."""
         stats = self.llm.stats
-        means = ("acceptance_length", "acceptance_rate", "tokens_per_pass")
+        means = (
+            "acceptance_length",
+            "acceptance_rate",
+            "tokens_per_pass",
+            "rows_per_pass",
+            "plain_share",
+            "calibration_error",
+            "cost_error",
+        )
         outputs = [asdict(output) for output in self.outputs]
         return {
             "prompt_tokens": len(self.prompt),

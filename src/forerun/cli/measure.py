@@ -151,13 +151,15 @@ def _show(
     from rich.console import Console
 
     from forerun.tune.page import page
-    from forerun.tune.report import summary, table, to_json
+    from forerun.tune.report import explanations, summary, table, to_json
 
     in_pipe = json_file == STDOUT
     console = Console(stderr=in_pipe)
     if not console.is_terminal:
         console = Console(stderr=in_pipe, width=PIPE_WIDTH)
     console.print(table(rows, console.width))
+    for line in explanations(rows):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(summary(rows, meta), highlight=False, soft_wrap=True)
     if in_pipe:
         print(to_json(rows, meta), end="")

@@ -24,6 +24,9 @@ def generate(
     speculative_config: options.SpeculativeConfig = None,
     verifier: options.Verifier = "follow",
     static: options.Static = False,
+    max_draft_tokens: Annotated[
+        int | None, option("Most tokens drafted for one pass; by default, as many as pay.")
+    ] = None,
     system: Annotated[str | None, option("Instruction that stands before the prompt.")] = None,
     raw: options.Raw = False,
     max_tokens: options.MaxTokens = 256,
@@ -97,6 +100,7 @@ def generate(
         min_tokens=min_tokens,
         logprobs=logprobs,
         skip_special_tokens=not special_tokens,
+        speculation=None if max_draft_tokens is None else {"max_draft_tokens": max_draft_tokens},
     )
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs needs a place to go: add --json")

@@ -82,6 +82,7 @@ class Drafter(ABC):
     ) -> None:
         """Learn what became of the proposals, after the tokens were committed.
 
+        requests: those that were asked for; with taps, all that the drafter is to follow.
         taps: per request, the hidden states of its newly cached rows, [rows, T, hidden]; empty
         when the drafter declares no taps.
         """

@@ -1,66 +1,191 @@
-"""What a pass of the target costs, by its number of rows."""
+"""What a pass of the target costs, by its rows and by the tokens that they attend to."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import weakref
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 
+import numpy as np
 import torch
 
-from forerun.models.cache import KVStore
+from forerun.models.cache import MIN_SPAN, KVStore, Span
 from forerun.models.target import Segment, Target
 
-ROWS = (1, 8, 32)
-REPEATS = 2  # beside a first pass that warms up
+ROWS = (1, 8, 32, 2, 4, 16, 64)  # of one sequence without a prefix; the most telling first
+CONTEXT = 1024  # tokens of prefix, in all sequences of a pass together
+SEQUENCES = 8
+REPEATS = 3  # the fastest counts: other work on the machine only ever adds
+SECONDS = 1.5  # after which nothing further is measured, however slow the target
+FAR = 2**20  # rows, up to which the last straight line goes on
+RATE = 1 / 16  # weight of one step in the correction
+MOST = 0.5  # relative correction by one step, so that an interruption counts for little
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A pass: so many sequences, each with so many rows behind so many tokens of prefix."""
+
+    sequences: int
+    rows: int
+    prefix: int = 0
 
 
 class Costs:
-    """Seconds of a pass over N rows: straight lines between measured points, and on from the last.
+    """Seconds of a pass.
 
-    points: rows -> seconds, in ascending order of rows.
+        curve[rows] + sequence * (sequences - 1) + key * keys + row_key * (keys summed over rows)
+
+    points: rows -> seconds of one sequence without a prefix; straight lines between them and on
+        from the last, never falling.
+    sequence: for each further sequence. key: for each token of prefix, whatever the number of rows
+        behind it (its keys and values are read). row_key: for each token of prefix and row.
+    learns: whether `correct` may scale all of this; costs that were made up stay as they are.
     """
 
-    def __init__(self, points: dict[int, float]) -> None:
+    def __init__(
+        self,
+        points: Mapping[int, float],
+        *,
+        sequence: float = 0.0,
+        key: float = 0.0,
+        row_key: float = 0.0,
+        learns: bool = False,
+    ) -> None:
+        rows = sorted(points)
         # More rows are never cheaper: what looks so is the clock's noise.
-        measured = list(zip(points, accumulate(points.values(), max), strict=True))
-        self._rows = [rows for rows, _ in measured]
-        self._seconds = [seconds for _, seconds in measured]
-        self._known: list[float] = []
+        seconds: list[float] = list(accumulate((points[each] for each in rows), max))
+        slope = 0.0
+        if len(rows) > 1:
+            slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        self._points = [*rows, FAR], [*seconds, seconds[-1] + slope * (FAR - rows[-1])]
+        self._curve: list[float] = []
+        self.sequence, self.key, self.row_key = sequence, key, row_key
+        self.factor = 1.0
+        self._learns = learns
 
     def __getitem__(self, rows: int) -> float:
-        while len(self._known) <= rows:
-            self._known.append(self._interpolate(len(self._known)))
-        return self._known[rows]
+        """Seconds of so many rows of one sequence without a prefix."""
+        return self.factor * self.curve(rows)[rows]
 
-    def _interpolate(self, rows: int) -> float:
-        if len(self._rows) == 1 or rows <= self._rows[0]:
-            return self._seconds[0]
-        right = next((i for i, r in enumerate(self._rows) if r >= rows), len(self._rows) - 1)
-        x0, x1 = self._rows[right - 1 : right + 1]
-        y0, y1 = self._seconds[right - 1 : right + 1]
-        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+    def curve(self, rows: int) -> list[float]:
+        """The same before it is multiplied by `factor`, for all rows from 0 on up to `rows`, at
+        least."""
+        if rows >= len(self._curve):
+            curve: list[float] = np.interp(np.arange(2 * rows + 64), *self._points).tolist()
+            self._curve = curve
+        return self._curve
+
+    def least(self, rows: int) -> float:
+        """Seconds that a row costs at least, where there are `rows` already."""
+        places, seconds = self._points
+        if rows < places[0]:
+            return 0.0
+        begin = bisect_right(places, rows) - 1
+        return self.factor * min(
+            (seconds[i + 1] - seconds[i]) / (places[i + 1] - places[i])
+            for i in range(begin, len(places) - 1)
+        )
+
+    def seconds(self, prefixes: Sequence[int], rows: Sequence[int]) -> float:
+        """Seconds of a pass over sequences with these prefixes, each with so many rows."""
+        row_keys: int = sum(map(mul, prefixes, rows))
+        beside = self.sequence * (len(rows) - 1) + self.key * sum(prefixes)
+        return self[sum(rows)] + self.factor * (beside + self.row_key * row_keys)
+
+    def correct(self, predicted: float, measured: float) -> None:
+        """Learn from a step: all costs move towards what it took, the way they are to each other
+        stays. The engine's own work for a step comes in here, too."""
+        if self._learns:
+            self.factor *= 1 + RATE * min(MOST, max(-MOST, measured / predicted - 1))
+
+
+_known: weakref.WeakKeyDictionary[Target, dict[Load, float]] = weakref.WeakKeyDictionary()
+
+
+def measure(target: Target, store: KVStore) -> Costs:
+    """Time passes over scratch rows, once for a target; leaves the store as it was."""
+    if target not in _known:
+        _known[target] = sample(target, store, loads(min(store.free_slots, target.info.max_length)))
+    return fit(_known[target])
+
+
+def loads(slots: int) -> list[Load]:
+    """What to measure where there are so many free slots."""
+    prefix = min(CONTEXT, slots // 2)
+    wanted = [
+        *(Load(1, rows) for rows in ROWS),
+        Load(1, 1, prefix),
+        Load(1, SEQUENCES, prefix),
+        Load(SEQUENCES, 1, prefix // SEQUENCES),
+    ]
+    return list(dict.fromkeys(load for load in wanted if _room(load) <= slots))
+
+
+def _room(load: Load) -> int:
+    """Slots that it takes; spans that are not alone reserve more than they need."""
+    needed = load.rows + load.prefix
+    return needed if load.sequences == 1 else load.sequences * max(MIN_SPAN, 2 * needed)
 
 
 @torch.inference_mode()
-def measure(target: Target, store: KVStore) -> Costs:
-    """Time a few passes over scratch rows; takes milliseconds and leaves the store as it was."""
-    limit = min(store.slots, target.info.max_length)
-    return Costs({rows: _time(target, store, rows) for rows in ROWS if rows <= limit})
-
-
-def _time(target: Target, store: KVStore, rows: int) -> float:
-    """The fastest of a few passes: other work on the machine only ever adds."""
-    span = store.open()
-    store.reserve(span, rows)
-    try:
-        segments = [Segment(span, [0] * rows)]
-        return min(_clock(target, store, segments) for _ in range(REPEATS + 1))
-    finally:
-        store.release(span)
-
-
-def _clock(target: Target, store: KVStore, segments: Sequence[Segment]) -> float:
+def sample(
+    target: Target, store: KVStore, loads: Sequence[Load], limit: float = SECONDS
+) -> dict[Load, float]:
+    """Seconds of each load: the fastest of several passes, taken in turns. No round of passes is
+    begun, and none but the first two are made, after `limit` seconds."""
+    found: dict[Load, float] = {}
     begin = time.perf_counter()
-    target.forward(segments, store).logits_NV[-1:].argmax(-1).tolist()  # waits for the device
-    return time.perf_counter() - begin
+    for repeat in range(1 + REPEATS):  # the first round warms up
+        for place, load in enumerate(loads):
+            if time.perf_counter() - begin > limit and (repeat or place > 1):
+                return found
+            seconds = _time(target, store, load)
+            found[load] = min(seconds, found.get(load, seconds))
+    return found
+
+
+def fit(seconds: Mapping[Load, float]) -> Costs:
+    """The costs that explain the measurements; what was not measured costs nothing."""
+    points = {load.rows: taken for load, taken in seconds.items() if not load.prefix}
+    costs = Costs(points, learns=True)
+    over = {load: taken - costs[load.sequences * load.rows] for load, taken in seconds.items()}
+    one = [load for load in seconds if load.sequences == 1 and load.prefix]
+    if len(one) == 2:
+        few, many = sorted(one, key=lambda load: load.rows)
+        slope = (over[many] - over[few]) / (many.rows - few.rows) / few.prefix
+        costs.row_key = min(max(0.0, slope), max(0.0, over[few]) / few.prefix)
+        costs.key = max(0.0, over[few] / few.prefix - costs.row_key)
+    for load in seconds:
+        if load.sequences > 1:
+            prefixes = (costs.key + costs.row_key) * load.sequences * load.prefix
+            costs.sequence = max(0.0, (over[load] - prefixes) / (load.sequences - 1))
+    return costs
+
+
+def _time(target: Target, store: KVStore, load: Load) -> float:
+    spans = [_blank(store, load) for _ in range(load.sequences)]
+    segments = [Segment(span, [0] * load.rows) for span in spans]
+    try:
+        begin = time.perf_counter()
+        logits_NV = target.forward(segments, store).logits_NV
+        logits_NV[-1:].argmax(-1).tolist()  # waits for the device
+        return time.perf_counter() - begin
+    finally:
+        for span in spans:
+            store.release(span)
+
+
+def _blank(store: KVStore, load: Load) -> Span:
+    """A span with a prefix of zeros. They are written: memory that never was takes no time to
+    read."""
+    span = store.open()
+    store.reserve(span, load.prefix + load.rows)
+    if load.prefix:
+        store.kv[:, :, :, span.base : span.base + load.prefix] = 0
+        store.commit(span, range(load.prefix))
+    return span

@@ -6,7 +6,6 @@ import itertools
 import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -125,16 +124,24 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """Run one pass; what it added to each stream."""
-        begin = perf_counter()
         batch = self._schedule()
+        lap = batch.clock.lap
+        lap("schedule")
         self._draft(batch)
+        lap("draft")
         self._plan(batch)
+        lap("plan")
         result = self._forward(batch)
+        lap("forward")
         self._verify(batch, result)
+        lap("verify")
         self._commit(batch)
+        lap("commit")
         deltas = self._emit(batch, result)
+        lap("emit")
         self._learn(batch, result)
-        self._close(batch, begin)
+        lap("draft")
+        self._close(batch)
         return deltas
 
     def _schedule(self) -> Batch:
@@ -149,9 +156,11 @@ class Engine:
         """Ask the drafter for those whose tokens all lie in the store but the last."""
         if not self.drafter:
             return
-        begin = perf_counter()
+        if self.drafter.taps:
+            for turn in batch.turns:
+                turn.followed = self.plan.follows(turn.request)
         turns = [turn for turn in batch.turns if turn.decoding]
-        budgets = self.plan.budgets([turn.request for turn in turns], batch.rows_left)
+        budgets = self.plan.budgets(turns, batch.rows_left)
         for turn, budget in zip(turns, budgets, strict=True):
             turn.budget = self._make_room(turn, budget)
         if asked := batch.asked:
@@ -160,7 +169,6 @@ class Engine:
             for turn, draft in zip(asked, drafts, strict=True):
                 assert len(draft) <= turn.budget, "a draft is larger than its budget"
                 turn.draft = draft
-        batch.draft_seconds = perf_counter() - begin
 
     def _make_room(self, turn: Turn, budget: int) -> int:
         """Reserve slots for up to `budget` nodes, as many as fit; nobody is preempted for them.
@@ -176,21 +184,21 @@ class Engine:
 
     def _plan(self, batch: Batch) -> None:
         """Keep the nodes that are worth a row."""
-        if not any(turn.draft for turn in batch.turns):
+        if not self.drafter:
             return
-        turns = batch.deciding
-        certain = sum(turn.rows for turn in batch.turns)
-        drafts = self.plan.keep([turn.draft for turn in turns], certain)
-        for turn, draft in zip(turns, drafts, strict=True):
-            turn.draft = draft
+        if batch.asked:
+            turns = batch.deciding
+            certain = sum(turn.rows for turn in batch.turns)
+            drafts = self.plan.keep(turns, certain, batch.clock.seconds["draft"])
+            for turn, draft in zip(turns, drafts, strict=True):
+                turn.draft = draft
+        batch.predicted_seconds = self.plan.predict(batch.turns)
 
     def _forward(self, batch: Batch) -> Forward:
-        begin = perf_counter()
-        taps = self.drafter.taps if self.drafter else ()
+        followed = any(turn.followed for turn in batch.turns)
+        taps = self.drafter.taps if self.drafter and followed else ()
         segments = [rows.segment(turn) for turn in batch.turns]
-        result = self.target.forward(segments, self.store, taps)
-        batch.forward_seconds = perf_counter() - begin
-        return result
+        return self.target.forward(segments, self.store, taps)
 
     def _verify(self, batch: Batch, result: Forward) -> None:
         """Let the verifier decide what survives and what follows."""
@@ -224,6 +232,10 @@ class Engine:
             accepted = min(len(sources) - 1, emitted)
             for stats in (self.stats, generation.stats):
                 stats.record(len(turn.draft), accepted, emitted)
+                stats.asked += turn.budget > 0
+                if turn.draft:
+                    assert turn.verdict
+                    stats.compare(turn.draft.survival, turn.verdict.path)
             deltas.append(delta)
             first_row += 1 + len(turn.draft)
         return deltas
@@ -238,31 +250,40 @@ class Engine:
         return [*(sources[node] for node in turn.verdict.path), ""]
 
     def _learn(self, batch: Batch, result: Forward) -> None:
-        """Tell the plan and the drafter what became of the proposals."""
+        """Tell the drafter what became of the proposals."""
         if not self.drafter:
             return
-        self.plan.learn(batch.asked, batch.draft_seconds)
-        living = [turn for turn in batch.turns if not turn.request.finish_reason]
+        living = [
+            turn
+            for turn in batch.turns
+            if (turn.followed if self.drafter.taps else turn.budget)
+            and not turn.request.finish_reason
+        ]
+        if not living:
+            return
         requests = [turn.request for turn in living]
         taps_RTD = result.taps_RTD
         taps = rows.taps(batch, living, taps_RTD) if taps_RTD is not None else ()
         self.drafter.observe(requests, [rows.outcome(turn) for turn in living], taps)
 
-    def _close(self, batch: Batch, begin: float) -> None:
+    def _close(self, batch: Batch) -> None:
         """Share the pass's time among those who were decoding; let go of those who have ended.
 
         A share is the time of one's rows. That of prompts counts for nobody: it is what the time
         to the first token tells.
         """
-        step_seconds = perf_counter() - begin
+        seconds = batch.clock.seconds
+        step_seconds, predicted = batch.clock.total, batch.predicted_seconds
+        missed = abs(step_seconds - seconds["draft"] - predicted) if predicted else 0.0
         total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         for turn in batch.turns:
             if turn.decoding:
                 share = (turn.rows + len(turn.draft)) / total
                 for stats in (self.stats, self._generations[turn.request.id].stats):
-                    stats.draft_seconds += share * batch.draft_seconds
-                    stats.forward_seconds += share * batch.forward_seconds
-                    stats.step_seconds += share * step_seconds
+                    stats.spend(share, seconds, step_seconds, predicted, missed)
+        if self.drafter:
+            self.plan.learn(batch.asked, seconds["draft"], step_seconds, predicted)
+        for turn in batch.turns:
             if turn.request.finish_reason:
                 self._end(turn.request)
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from time import perf_counter
 
-from forerun.core import Draft, Request, Verdict
+from forerun.core import PHASES, Draft, Request, Verdict
 from forerun.errors import CapacityError, ConfigError
 from forerun.models.cache import KVStore
 
@@ -33,6 +34,27 @@ class Turn:
     budget: int = 0  # nodes its drafter was asked for
     draft: Draft = NOTHING
     verdict: Verdict | None = None  # set where the pass decides
+    followed: bool = True  # the drafter keeps up with the request, and may be asked
+
+
+class Clock:
+    """Seconds of the phases of a step, which begins now."""
+
+    __slots__ = ("_begin", "_last", "seconds")
+
+    def __init__(self) -> None:
+        self._begin = self._last = perf_counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def lap(self, phase: str) -> None:
+        """What happened since the last lap belongs to `phase`."""
+        now = perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return perf_counter() - self._begin
 
 
 @dataclass(slots=True)
@@ -42,8 +64,8 @@ class Batch:
     rows_left: int
     turns: list[Turn] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    draft_seconds: float = 0.0
-    forward_seconds: float = 0.0
+    clock: Clock = field(default_factory=Clock)
+    predicted_seconds: float = 0.0  # of the step, drafting left out; 0: no prediction
 
     def take(self, request: Request) -> None:
         """Give a request the rows of its pending tokens, as far as there are any left."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
-from forerun.core import SamplingParams, StepStats
+from forerun.core import PHASES, SamplingParams, StepStats
 from forerun.drafters.spec import parse
 from forerun.errors import ConfigError, PromptError
 from forerun.tune.workloads import Workload
@@ -80,7 +80,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of results. `metrics.py` defines the figures."""
+    """One line of results. `metrics.py` defines the figures.
+
+    break_even: acceptance length with which drafts would take as long as they save.
+    """
 
     model: str
     dtype: str
@@ -107,6 +110,13 @@ class Row:
     ttft_ms: float
     tpot_ms: float | None
     peak_rss_mb: float
+    step_ms: dict[str, float]  # by phase
+    rows_per_pass: float
+    plain_share: float
+    break_even: float | None
+    calibration: list[list[float]]  # per tenth of survival: nodes, expected and observed survival
+    calibration_error: float
+    cost_error: float
 
 
 class Bench:
@@ -194,14 +204,13 @@ class Bench:
         seconds = sum(r.seconds[spec] for r in rounds)
         plain_tokens = sum(_length(output) for r in rounds for output in r.outputs[PLAIN])
         plain_tok_s = plain_tokens / sum(r.seconds[PLAIN] for r in rounds)
-        stats = StepStats()
-        for output in outputs:
-            stats.add(output.stats)
+        stats = self._stats(spec, rounds)
         passes = max(stats.passes - len(outputs), 1)  # the first of each answer ends its prompt
         others = stats.step_seconds - stats.draft_seconds - stats.forward_seconds
         same = _compare(rounds, spec)
         tpots = [tpot for output in outputs if (tpot := _tpot(output)) is not None]
         info = self.model.target.info
+        step_ms = {phase: 1000 * getattr(stats, f"{phase}_seconds") / passes for phase in PHASES}
         return Row(
             model=self.model.name,
             dtype=str(info.dtype).removeprefix("torch."),
@@ -228,7 +237,39 @@ class Bench:
             ttft_ms=1000 * median(output.ttft_s for output in outputs),
             tpot_ms=1000 * median(tpots) if tpots else None,
             peak_rss_mb=rounds[-1].peak_rss_mb,
+            step_ms=step_ms,
+            rows_per_pass=stats.rows_per_pass,
+            plain_share=stats.plain_share,
+            break_even=break_even(stats, self._stats(PLAIN, rounds)),
+            calibration=[
+                [nodes, expected / max(nodes, 1), accepted / max(nodes, 1)]
+                for nodes, expected, accepted in zip(
+                    stats.verified_in, stats.expected_in, stats.accepted_in, strict=True
+                )
+            ],
+            calibration_error=stats.calibration_error,
+            cost_error=stats.cost_error,
         )
+
+    def _stats(self, spec: str, rounds: Sequence[Round]) -> StepStats:
+        """Counters of all answers together."""
+        stats = StepStats()
+        for round in rounds:
+            for output in round.outputs[spec]:
+                stats.add(output.stats)
+        return stats
+
+
+def break_even(stats: StepStats, plain: StepStats) -> float | None:
+    """The mean acceptance length with which drafts would take as long as they save.
+
+    With a share d of passes drafted, a pass brings 1 + d * (length - 1) tokens; that has to be as
+    many as the times that it takes longer than a plain one. None where nothing was drafted.
+    """
+    if not stats.drafts or not plain.step_seconds:
+        return None
+    longer = stats.step_seconds / stats.passes / (plain.step_seconds / plain.passes)
+    return 1 + (longer - 1) / (1 - stats.plain_share)
 
 
 def method(spec: str) -> str:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from forerun.tune.bench import PLAIN, Row
+from forerun.tune.explain import explain
 
 DROPPED_FIRST = ("memory", "tok/pass", "draft/verify/other", "TTFT")  # on narrow screens
 
@@ -79,6 +80,12 @@ def _fitting(lines: Sequence[dict[str, str]], width: int) -> list[str]:
             break
         columns.remove(dropped)
     return columns
+
+
+def explanations(rows: Sequence[Row]) -> list[str]:
+    """One line for each draft, workload and batch size: why it pays, or why not."""
+    plain = {(row.workload, row.batch): row for row in rows if row.spec == PLAIN}
+    return [explain(row, plain[row.workload, row.batch]) for row in rows if row.spec != PLAIN]
 
 
 def summary(rows: Sequence[Row], meta: dict[str, Any]) -> str:

@@ -1,0 +1,85 @@
+"""What a drafter's round costs, by the requests that it is for and the nodes that it may propose.
+
+Nothing is known before it was asked: what it was never asked for is taken to be cheap, so that it
+is tried once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # budgets that a drafter is asked with
+WINDOW = 32  # rounds at a level
+MOST = 2.0  # times the estimate, as which a longer round counts: something interrupted it
+FIXED = 0.5  # share of a round that is the same for any number of requests, until it was seen
+DOUBT = 0.25  # how much of the squared number of requests that guess weighs
+OFTEN = 8  # rounds at a level, after which what it costs is worked out anew only now and then
+
+
+@dataclass(slots=True)
+class _Level:
+    """Seconds = fixed + each * requests, from the running means and covariance of both."""
+
+    count: int = 0
+    requests: float = 0.0
+    seconds: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+
+    def learn(self, requests: int, seconds: float) -> None:
+        self.count += 1
+        step = 1 / min(self.count, WINDOW)
+        more, longer = requests - self.requests, seconds - self.seconds
+        self.requests += step * more
+        self.seconds += step * longer
+        self.variance = (1 - step) * (self.variance + step * more * more)
+        self.covariance = (1 - step) * (self.covariance + step * more * longer)
+
+    def predict(self, requests: int) -> float:
+        most = self.seconds / self.requests
+        doubt = DOUBT * self.requests**2
+        each = (self.covariance + doubt * (1 - FIXED) * most) / (self.variance + doubt)
+        return self.seconds + min(most, max(0.0, each)) * (requests - self.requests)
+
+
+class Rounds:
+    """Learns while the engine runs; works out what it is asked for when something is new."""
+
+    def __init__(self) -> None:
+        self._levels = [_Level() for _ in LEVELS]
+        self._known: dict[int, list[float]] = {}  # by requests
+
+    def learn(self, level: int, requests: int, seconds: float) -> None:
+        """A round took so long; level: index of its budget."""
+        each = self._levels[level]
+        if each.count:
+            seconds = min(seconds, MOST * each.predict(requests))
+        each.learn(requests, seconds)
+        if each.count < OFTEN or each.count % OFTEN == 0:
+            self._known.clear()
+
+    def seconds(self, requests: int) -> list[float]:
+        """Seconds of a round for so many requests, at each level."""
+        known = self._known.get(requests)
+        if known is None:
+            known = self._known[requests] = self._work_out(requests)
+        return known
+
+    def _work_out(self, requests: int) -> list[float]:
+        """Straight lines between the levels that are known, from nothing below the lowest of them;
+        above the highest, as much as for that."""
+        points = [(0, 0.0)]
+        for nodes, level in zip(LEVELS, self._levels, strict=True):
+            if level.count:
+                points.append((nodes, level.predict(requests)))
+        found = []
+        right = 1
+        for nodes in LEVELS:
+            while right < len(points) and points[right][0] < nodes:
+                right += 1
+            if right == len(points):
+                found.append(points[-1][1])
+                continue
+            (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+            found.append(y0 + (y1 - y0) * (nodes - x0) / (x1 - x0))
+        return found
