@@ -145,8 +145,6 @@ def _candidates(laws: Sequence[Law], mixer: Mixer, place: Place) -> Iterable[tup
     if not tokens:
         return ()
     left.append(1.0)  # the input of the bias
-    # The root follows a token that was not foreseen, the places behind it follow likely ones.
-    speaking += 3 ** len(laws) if depth else 0
     found = place.candidates
     weights = mixer[speaking]
     total = weights.raw(left)
