@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+GRACE = 0.2  # seconds for threads to let go
 
 
 class Processes:
@@ -22,8 +26,7 @@ class Processes:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-            # Its threads abort the process if they are still there when the interpreter goes.
-            atexit.register(dist.destroy_process_group)
+            atexit.register(_leave)
         self.rank = dist.get_rank() if self.count > 1 else 0
 
     @property
@@ -61,6 +64,16 @@ class Processes:
         """Until all have come here."""
         if self.count > 1:
             dist.barrier()
+
+
+def _leave() -> None:
+    """Threads of a group that still hold tensors when the interpreter goes abort the process.
+
+    FSDP keeps groups alive that were destroyed, so that their threads are waited for, too.
+    """
+    gc.collect()
+    dist.destroy_process_group()
+    time.sleep(GRACE)
 
 
 def place(device: str) -> str:
