@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forerun.simulate.tables import Table
     from forerun.simulate.traces import Trace
 
+MOST_TEXTS = 512
 BATCHES, STATIC = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8)  # where nothing was published
 
 
@@ -58,8 +59,11 @@ def simulate(
 
     from rich.console import Console
 
+    from forerun.engine.outlook import MAX_NODES
     from forerun.simulate import replay, tables, traces
 
+    _check("--batch", batches, MOST_TEXTS)
+    _check("--static", budgets, MAX_NODES)
     machine = tables.load_table(table)
     drafts = traces.read(trace) if trace else _drafts(machine, table)
     if batches is None:
@@ -74,6 +78,11 @@ def simulate(
         console.print(line, highlight=False, soft_wrap=True)
     if json_file:
         _write(json_file, machine, drafts, rows)
+
+
+def _check(name: str, sizes: list[int] | None, most: int) -> None:
+    if sizes and not 1 <= min(sizes) <= max(sizes) <= most:
+        raise ConfigError(f"{name} {','.join(map(str, sizes))}: give numbers from 1 to {most}")
 
 
 def _drafts(machine: Table, name: str) -> Trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.core import Draft, Request, SamplingParams
-from forerun.drafters.tree import outcomes
+from forerun.drafters.tree import depths, outcomes, path
 from forerun.engine.llm import LLM
 from forerun.engine.plan import Static
 from forerun.engine.scheduler import NOTHING, Turn
@@ -51,5 +51,10 @@ def record(
 
 
 def _step(draft: Draft, truth: Sequence[int]) -> Step:
-    right = tuple(node for node, hit in outcomes(draft, truth) if hit)
-    return Step(parents=tuple(draft.parents), survival=tuple(draft.survival), accepted=right)
+    right = [node for node, hit in outcomes(draft, truth) if hit]
+    deepest = max(right, key=depths(draft.parents).__getitem__, default=-1)
+    return Step(
+        parents=tuple(draft.parents),
+        survival=tuple(draft.survival),
+        accepted=tuple(path(draft.parents, deepest)),
+    )
