@@ -25,7 +25,7 @@ from forerun.errors import ConfigError
 
 RIGHT, WRONG = 1, 0  # the tokens of a replayed draft
 DIGITS = 4  # of survival, in files
-TEXTS, LENGTH, PROMPT = 64, 256, 128  # made-up texts, and tokens of each and of its prompt
+TEXTS, LENGTH, PROMPT = 32, 256, 128  # made-up texts, and tokens of each and of its prompt
 
 
 class Step(Settings):
