@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import model_validator
@@ -71,7 +71,7 @@ class Source(Settings):
 
     title = "first line"
 
-    forerun_trace: int = 1
+    forerun_trace: Literal[1] = 1
     model: str
     draft: str
     workloads: tuple[str, ...]
