@@ -256,3 +256,32 @@ def test_a_batch_size_is_measured_once_and_an_old_file_is_kept_until_then(
     assert main([*arguments, "--model", model, "--batch", "1,1"]) == 0
     rows = json.loads(results.read_text())["rows"]
     assert [(row["batch"], row["prompts"]) for row in rows] == [(1, 2), (1, 2)]
+
+
+def test_a_trace_is_written_and_can_be_replayed(
+    capsys: pytest.CaptureFixture[str], model: str, prompts: str, tmp_path: Path
+) -> None:
+    trace, results = tmp_path / "drafts.jsonl", tmp_path / "replay.json"
+    arguments = ["bench", "--model", model, "--workload", prompts, *TINY, "--ignore-eos"]
+    assert main([*arguments, "--draft", "ngram:k=3", "--trace", str(trace)]) == 0
+    source, *texts = map(json.loads, trace.read_text().splitlines())
+    assert (source["draft"], source["workloads"]) == ("ngram:k=3", ["mine"])
+    assert [len(text["steps"]) for text in texts] == [11, 11, 11]
+    capsys.readouterr()
+    command = ["simulate", "h100-eagle", "--trace", str(trace), "--batch", "1,2", "--static", "3"]
+    assert main([*command, "--json", str(results)]) == 0
+    assert "ngram:k=3 on mine" in capsys.readouterr().out
+    rows = json.loads(results.read_text())["rows"]
+    assert [(row["batch"], row["draft"]) for row in rows] == [
+        (batch, draft) for batch in (1, 2) for draft in ("none", "3", "plan")
+    ]
+    assert all(row["published"] is None for row in rows), "that was another drafter"
+
+
+@pytest.mark.parametrize("more", [["--draft", "ngram"], ["--verifier", "rejection"]])
+def test_a_trace_needs_one_draft_and_the_text_of_plain_decoding(
+    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path, more: list[str]
+) -> None:
+    arguments = ["bench", "--model", model, "--draft", "suffix", *more]
+    assert main([*arguments, "--trace", str(tmp_path / "t.jsonl")]) == 1
+    assert "--trace records one --draft" in capsys.readouterr().err

@@ -284,6 +284,17 @@ def test_a_draft_as_large_as_its_budget_would_have_gone_on() -> None:
     assert one([0.9, 0.81])[2] == pytest.approx(1.51)
 
 
+def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -> None:
+    plan, modest = Plan(FREE_ROWS), turn(chain_of([1], 0.8), budget=1)
+    modest.verdict = Verdict([0], 7)
+    for _ in range(20):
+        plan.keep([modest], 1, 0.0)
+        plan.learn([modest], 0.0, 10.0, 10.0)
+    outlook = plan._outlook(modest.request)
+    assert outlook.honesty > 1.15
+    assert all(worth <= nodes for worth, nodes in zip(outlook.worths, LEVELS, strict=True))
+
+
 def test_promises_that_are_not_kept_lose_their_weight() -> None:
     outlook = Outlook(Outlook())
     assert outlook.honesty == 1

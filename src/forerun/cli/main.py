@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli import data, make, measure, models, run, train
+from forerun.cli import data, make, measure, models, run, simulate, train
 from forerun.config import nearest
 from forerun.errors import ForerunError
 from forerun.tune.metrics import DEFINITIONS
@@ -39,6 +39,7 @@ app = typer.Typer(
 )
 app.command()(run.generate)
 app.command(epilog=_columns())(measure.bench)
+app.command()(simulate.simulate)
 app.command()(models.inspect)
 app.command()(make.export)
 app.add_typer(data.app, name="data")

@@ -13,9 +13,9 @@ from forerun.errors import ConfigError
 from forerun.tune.workloads import Workload, load_workload
 
 if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
     from forerun.tune.bench import Bench, Row
 
-STDOUT = Path("-")
 PIPE_WIDTH = 160  # columns of the table where there is no terminal to fit it to
 
 
@@ -56,6 +56,15 @@ def bench(
     html_file: Annotated[
         Path | None, option("Write a page with charts there.", "--html", metavar="FILE")
     ] = None,
+    trace_file: Annotated[
+        Path | None,
+        option(
+            "Run once more, unmeasured, and write there what the draft proposes at every place of "
+            "the texts, for 'forerun simulate'.",
+            "--trace",
+            metavar="FILE",
+        ),
+    ] = None,
     kv_tokens: options.KvTokens = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -68,7 +77,7 @@ def bench(
     """
     workloads = _load_workloads(workload, prompts)
     specs = [options.draft_spec(spec, None) for spec in draft]
-    sizes = _sizes(batch)
+    sizes = options.sizes("--batch", batch)
     params = options.sampling(
         temperature=temperature,
         top_p=top_p,
@@ -78,7 +87,7 @@ def bench(
         ignore_eos=ignore_eos,
         max_tokens=max_tokens,
     )
-    _check_files(json_file, html_file)
+    options.check_files(json_file, html_file, trace_file)
 
     from forerun.engine.llm import LLM
     from forerun.models import hub
@@ -87,13 +96,15 @@ def bench(
     from forerun.verify import make_verifier
 
     judge = make_verifier(verifier)
+    if trace_file and (len(specs) > 1 or verifier != "follow"):
+        raise ConfigError("--trace records one --draft, and under the verifier follow alone")
     setting = Setting(workloads, specs, sizes, params, repeat, raw, static)
     for spec in specs:
         options.check_draft(spec, model)
     _announce(workloads)  # what is wrong so far has been said before it
     loaded = hub.load(model, dtype, device)
 
-    def start(spec: str, size: int) -> LLM:
+    def start(spec: str, size: int, static: bool = static) -> LLM:
         return LLM(
             loaded,
             draft=spec,
@@ -110,6 +121,8 @@ def bench(
     finally:  # also what was finished before Ctrl-C or an error
         if rows := bench.rows():
             _show(rows, meta, json_file, html_file)
+    if trace_file:
+        _record(bench, start(specs[0], sizes[0], True), trace_file)
 
 
 def _run(bench: Bench) -> None:
@@ -145,6 +158,23 @@ def _run(bench: Bench) -> None:
             bar.update(task, advance=1, description=done, refresh=True)
 
 
+def _record(bench: Bench, llm: LLM, file: Path) -> None:
+    """Answer all prompts again, and write what the draft proposes."""
+    from forerun.simulate.record import record
+    from forerun.simulate.traces import Source, write
+
+    texts = []
+    for prompts in bench.prompts.values():
+        texts += record(llm, prompts, [bench.params(place) for place in range(len(prompts))])
+    source = Source(
+        model=bench.model.name,
+        draft=bench.setting.specs[0],
+        workloads=tuple(bench.prompts),
+        temperature=bench.setting.params.temperature,
+    )
+    write(file, source, texts)
+
+
 def _show(
     rows: Sequence[Row], meta: dict[str, Any], json_file: Path | None, html_file: Path | None
 ) -> None:
@@ -153,7 +183,7 @@ def _show(
     from forerun.tune.page import page
     from forerun.tune.report import explanations, summary, table, to_json
 
-    in_pipe = json_file == STDOUT
+    in_pipe = json_file == options.STDOUT
     console = Console(stderr=in_pipe)
     if not console.is_terminal:
         console = Console(stderr=in_pipe, width=PIPE_WIDTH)
@@ -181,34 +211,3 @@ def _announce(workloads: Sequence[Workload]) -> None:
         note = f"; of {cut} with several turns only the first is used" if cut else ""
         count = len(workload.prompts)
         print(f"{workload.name}: {count} prompts, hash {workload.hash}{note}", file=sys.stderr)
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return list(dict.fromkeys(int(size) for size in text.split(",")))
-    except ValueError:
-        raise ConfigError(f"--batch {text}: write numbers with commas, as 1,8") from None
-
-
-def _check_files(*files: Path | None) -> None:
-    """Find out before a long run, rather than after it, that its results cannot be written."""
-    for file in files:
-        if file is None or file == STDOUT:
-            continue
-        if file.is_dir():
-            raise ConfigError(f"{file} is a folder; name a file in it")
-        if not file.absolute().parent.is_dir():
-            raise ConfigError(
-                f"there is no folder {file.absolute().parent} for {file.name}; make it"
-            )
-        is_new = not file.exists()
-        if not is_new and not file.is_file():
-            continue  # who reads a pipe would take a trial for the end
-        try:
-            file.open("a").close()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {file} ({error.strerror}); choose another file"
-            ) from None
-        if is_new:
-            file.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_DRAFT = "suffix"
+STDOUT = Path("-")
 
 
 def option(help: str, *names: str, metavar: str | None = None) -> Any:
@@ -114,3 +116,35 @@ def logit_bias(entries: list[str]) -> dict[int, float]:
         raise ConfigError(
             f"--logit-bias {' '.join(entries)}: write TOKEN_ID=BIAS, as 42=-5"
         ) from None
+
+
+def sizes(name: str, text: str) -> list[int]:
+    """`1,8` as numbers, each once. Raises `ConfigError` that speaks of the option `name`."""
+    try:
+        return list(dict.fromkeys(int(size) for size in text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{name} {text}: write numbers with commas, as 1,8") from None
+
+
+def check_files(*files: Path | None) -> None:
+    """Find out before a long run, rather than after it, that its results cannot be written."""
+    for file in files:
+        if file is None or file == STDOUT:
+            continue
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder; name a file in it")
+        if not file.absolute().parent.is_dir():
+            raise ConfigError(
+                f"there is no folder {file.absolute().parent} for {file.name}; make it"
+            )
+        is_new = not file.exists()
+        if not is_new and not file.is_file():
+            continue  # who reads a pipe would take a trial for the end
+        try:
+            file.open("a").close()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {file} ({error.strerror}); choose another file"
+            ) from None
+        if is_new:
+            file.unlink()

@@ -216,7 +216,8 @@ class Plan:
             if not turn.budget:
                 continue
             outlook = self._outlook(turn.request)
-            trusted = [outlook.honesty * chance for chance in survival]
+            # however modest a drafter was: a draft that goes on must not grow more certain
+            trusted = [min(1.0, outlook.honesty * chance) for chance in survival]
             whole = turn.draft.probs_NV is not None
             worth = worths(trusted, turn.budget, whole, self._price)
             outlook.expect(worth)

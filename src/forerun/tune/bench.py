@@ -134,14 +134,14 @@ class Bench:
         self.specs = list(dict.fromkeys([PLAIN, *setting.specs]))
         self.rounds: list[Round] = []
         self._start = start
-        self._prompts = {workload.name: self._encode(workload) for workload in setting.workloads}
+        self.prompts = {workload.name: self._encode(workload) for workload in setting.workloads}
 
     @property
     def runs(self) -> int:
         """How many times `run` yields when nothing stops it."""
         groups = sum(
             -(-len(prompts) // batch)
-            for prompts in self._prompts.values()
+            for prompts in self.prompts.values()
             for batch in self.setting.batches
         )
         return groups * len(self.specs) * self.setting.repeat
@@ -149,7 +149,7 @@ class Bench:
     def run(self) -> Iterator[str]:
         """Measure; yields what was done after every group and spec."""
         for _ in range(self.setting.repeat):
-            for workload, prompts in self._prompts.items():
+            for workload, prompts in self.prompts.items():
                 for batch in self.setting.batches:
                     yield from self._session(workload, prompts, batch)
 
@@ -177,7 +177,7 @@ class Bench:
             self._warm_up(engine, batch)
         for number, place in enumerate(range(0, len(prompts), batch)):
             group = prompts[place : place + batch]
-            params = [self._params(place + i) for i in range(len(group))]
+            params = [self.params(place + i) for i in range(len(group))]
             shift = number % len(self.specs)
             outputs, seconds = {}, {}
             for spec in self.specs[shift:] + self.specs[:shift]:
@@ -191,7 +191,7 @@ class Bench:
         params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         engine.generate([self.model.tokenizer.encode(WARM_UP)] * batch, [params] * batch)
 
-    def _params(self, place: int) -> SamplingParams:
+    def params(self, place: int) -> SamplingParams:
         """Every prompt has its own seed, the same with every spec and batch size."""
         seed = self.setting.params.seed
         assert seed is not None
