@@ -237,8 +237,9 @@ def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)
     plan._allowance = -1.0  # no probes for now
     assert plan.budgets([turn(id=99)], 64) == [0]
+    assert 99 in plan._ledgers[0]._outlooks
     plan.forget(turn(id=99).request)
-    assert 99 not in plan._outlooks
+    assert 99 not in plan._ledgers[0]._outlooks
 
 
 def test_hidden_states_are_kept_only_for_those_who_may_draft() -> None:

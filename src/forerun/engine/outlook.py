@@ -24,10 +24,8 @@ MAX_NODES = LEVELS[-1]
 class Outlook:
     """Of one request, or of all together.
 
-    worths: mean worth of a draft cut to so many nodes.
-    asked_at: the last step in which the drafter was asked. probes: steps left of a probe.
-    followed: whether the drafter keeps up with the request. asked_length: its length in tokens when
-        it was last asked.
+    worths: mean worth of a draft cut to so many nodes. asked_at: the last step in which the drafter
+    was asked.
     """
 
     __slots__ = (
@@ -37,9 +35,6 @@ class Outlook:
         "_trust_window",
         "_window",
         "asked_at",
-        "asked_length",
-        "followed",
-        "probes",
         "worths",
     )
 
@@ -47,9 +42,6 @@ class Outlook:
         """Of a request, as far as it is known from all requests; without them, of all."""
         self.worths: list[float] = list(all_requests.worths if all_requests else FIRST)
         self.asked_at = -1
-        self.asked_length = 0
-        self.followed = True
-        self.probes = 0
         self._promised = self._accepted = TRUST
         if all_requests:
             self._drafts, self._window, self._trust_window = PRIOR, WINDOW, TRUST_WINDOW
