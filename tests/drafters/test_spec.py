@@ -85,6 +85,8 @@ def test_every_key_of_vllm_leads_to_an_option() -> None:
         ("model:a,model=b", "names its model twice; remove one"),
         ("skip:k=3", "'skip' needs its layers; write skip:LAYERS"),
         ("skip:two", "SkipOptions: layers: .*integer"),
+        ("auto:k=4", "auto has no options; to set those of a drafter, name it"),
+        ("autos", "did you mean 'auto'"),
         ("", "lacks a drafter"),
         ("ngram+", "lacks a drafter"),
         ('{"method": "ngram"', "no valid JSON"),
