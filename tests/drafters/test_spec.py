@@ -70,7 +70,7 @@ def test_every_key_of_vllm_leads_to_an_option() -> None:
     ("spec", "message"),
     [
         ("ngramm", "no drafter 'ngramm'; did you mean 'ngram'"),
-        ("telepathy", "choose one of: corpus, dflash, .*model, ngram, none, skip, suffix"),
+        ("telepathy", "choose one of: auto, corpus, dflash, .*model, ngram, none, skip, suffix"),
         ("ngram+none", "none stands alone; take it out"),
         ("none + ngram", "none stands alone; take it out"),
         ("ngram:kk=4", "'ngram' has no option 'kk'; did you mean 'k'"),

@@ -28,8 +28,9 @@ LONGEST = 8
 class World:
     """Steps of some requests, in a time of its own, with a drafter of two ways.
 
-    chances: per way, the chance that a drafted token is right, by step and request. seconds: of a
-    round of the network; that of counts takes a hundredth of a pass.
+    chances: per way, the chance that a drafted token is right, by step and request. network:
+    seconds of a round of the network for one request, of which half is the same for any number;
+    that of counts takes a hundredth of a pass for each.
     """
 
     chances: tuple[Callable[[int, int], float], Callable[[int, int], float]]
@@ -41,8 +42,8 @@ class World:
     took: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
-    def run(self, steps: int) -> World:
-        dice = np.random.default_rng(0)
+    def run(self, steps: int, seed: int = 0) -> World:
+        dice = np.random.default_rng(seed)
         streams = [_request(id) for id in range(self.requests)]
         for step in range(len(self.took), len(self.took) + steps):
             turns = [Turn(each, 1, True, True, followed=self.followed) for each in streams]
@@ -56,9 +57,9 @@ class World:
                     each.drafting = 0.1
             spent = 0.1 * len(asked)
             if readers := [each for each in asked if each.way == BOTH]:
-                spent += self.network
+                spent += self.network * (1 + len(readers)) / 2
                 for each in readers:
-                    each.drafting += self.network / len(readers)
+                    each.drafting += self.network * (1 + 1 / len(readers)) / 2
             kept = self.plan.keep(turns, len(turns), spent) if asked else []
             for each, draft in zip(turns, kept, strict=bool(kept)):
                 each.draft = draft

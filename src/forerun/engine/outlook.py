@@ -21,38 +21,49 @@ TRUST_WINDOW, LONG_TRUST_WINDOW = 64.0, 512.0  # promised tokens remembered
 MAX_NODES = LEVELS[-1]
 
 
-class Outlook:
-    """Of one request, or of all together.
+class Trust:
+    """How many of the promised tokens were accepted, of one request or of all together.
 
-    worths: mean worth of a draft cut to so many nodes. asked_at: the last step in which the drafter
-    was asked.
+    It is the same for all ways to ask: between them the luck of a few dozen drafts would decide.
     """
 
-    __slots__ = (
-        "_accepted",
-        "_drafts",
-        "_promised",
-        "_trust_window",
-        "_window",
-        "asked_at",
-        "worths",
-    )
+    __slots__ = ("_accepted", "_promised", "_window")
 
-    def __init__(self, all_requests: Outlook | None = None) -> None:
-        """Of a request, as far as it is known from all requests; without them, of all."""
-        self.worths: list[float] = list(all_requests.worths if all_requests else FIRST)
-        self.asked_at = -1
+    def __init__(self, all_requests: Trust | None = None) -> None:
         self._promised = self._accepted = TRUST
+        self._window = LONG_TRUST_WINDOW
         if all_requests:
-            self._drafts, self._window, self._trust_window = PRIOR, WINDOW, TRUST_WINDOW
             self._accepted *= all_requests.honesty
-        else:
-            self._drafts, self._window, self._trust_window = 1, LONG_WINDOW, LONG_TRUST_WINDOW
+            self._window = TRUST_WINDOW
 
     @property
     def honesty(self) -> float:
         """Accepted tokens for each that was promised."""
         return self._accepted / self._promised
+
+    def settle(self, promised: float, accepted: int) -> None:
+        """Learn from what became of the nodes that were verified."""
+        if self._promised > self._window:
+            self._promised *= 0.5
+            self._accepted *= 0.5
+        self._promised += promised
+        self._accepted += accepted
+
+
+class Outlook:
+    """What drafts are worth that are asked for in one way, of one request or of all together.
+
+    worths: mean worth of a draft cut to so many nodes. asked_at: the last step in which one was
+    asked for.
+    """
+
+    __slots__ = ("_drafts", "_window", "asked_at", "worths")
+
+    def __init__(self, all_requests: Outlook | None = None) -> None:
+        """Of a request, as far as it is known from all requests; without them, of all."""
+        self.worths: list[float] = list(all_requests.worths if all_requests else FIRST)
+        self.asked_at = -1
+        self._drafts, self._window = (PRIOR, WINDOW) if all_requests else (1, LONG_WINDOW)
 
     def expect(self, worths: Sequence[float]) -> None:
         """Learn from what a draft promised."""
@@ -61,14 +72,6 @@ class Outlook:
         self.worths = [
             old + step * (new - old) for old, new in zip(self.worths, worths, strict=True)
         ]
-
-    def settle(self, promised: float, accepted: int) -> None:
-        """Learn from what became of the nodes that were verified."""
-        if self._promised > self._trust_window:
-            self._promised *= 0.5
-            self._accepted *= 0.5
-        self._promised += promised
-        self._accepted += accepted
 
 
 def worths(survival: Sequence[float], budget: int, whole: bool, price: float) -> list[float]:

@@ -14,7 +14,7 @@ from forerun.core import Draft, Request
 from forerun.drafters.tree import prune
 from forerun.engine.costs import Costs
 from forerun.engine.ledger import Ledger
-from forerun.engine.outlook import MAX_NODES, Outlook, worths
+from forerun.engine.outlook import MAX_NODES, Outlook, Trust, worths
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import NOTHING, Turn
 
@@ -29,10 +29,11 @@ FOLLOWED = 4  # and one in so many new requests is followed, to find out whether
 
 
 @dataclass(slots=True)
-class Following:
-    """Whether hidden states of a request are kept. read_length: its length in tokens when somebody
-    who reads them was last asked."""
+class Standing:
+    """Of one request. followed: whether its hidden states are kept. read_length: its length in
+    tokens when somebody who reads them was last asked."""
 
+    trust: Trust
     followed: bool
     read_length: int
 
@@ -86,7 +87,8 @@ class Plan:
     def __init__(self, costs: Costs, reads: Sequence[bool] = (True,)) -> None:
         self.costs = costs
         self._ledgers = [Ledger(each) for each in reads]
-        self._following: dict[int, Following] = {}
+        self._trust = Trust()
+        self._standings: dict[int, Standing] = {}
         self._choice = Choice(0.0, 1.0)
         self._usual: set[int] = set()  # ways whose rounds take as long as they usually do
         self._probe: Probe | None = None
@@ -105,14 +107,10 @@ class Plan:
         """
         if not request.params.speculation.enabled:
             return False
-        following = self._following.get(request.id)
-        if following is None:
-            is_off = self._step > self._read_at + IDLE
-            following = Following(not is_off or request.id % FOLLOWED == 0, len(request.tokens))
-            self._following[request.id] = following
-        if following.followed and len(request.tokens) - following.read_length > UNASKED:
-            following.followed = False
-        return following.followed
+        standing = self._standing(request)
+        if standing.followed and len(request.tokens) - standing.read_length > UNASKED:
+            standing.followed = False
+        return standing.followed
 
     def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
         """How many nodes the drafter may propose for each of the decoding `turns`; 0: not asked.
@@ -207,9 +205,8 @@ class Plan:
             if outlook.asked_at != self._step - 1:
                 paused.add(turn.way)
             outlook.asked_at = self._step
-            following = self._following.get(turn.request.id)
-            if following and self._ledgers[turn.way].reads:
-                following.read_length = len(turn.request.tokens)
+            if self._ledgers[turn.way].reads:
+                self._standing(turn.request).read_length = len(turn.request.tokens)
         self._usual = {turn.way for turn in asked} - paused
 
     def _plain(self, turns: Sequence[Turn]) -> float:
@@ -236,7 +233,7 @@ class Plan:
             trusted = [
                 survival
                 if self._probes(turn)
-                else [self._honesty(turn) * each for each in survival]
+                else [self._trust.honesty * each for each in survival]
                 for turn, survival in zip(turns, chances, strict=True)
             ]
             drafts = self._buy(turns, trusted, rows, spent)
@@ -286,11 +283,11 @@ class Plan:
         for turn, survival in zip(turns, chances, strict=True):
             if not turn.budget:
                 continue
-            outlook = self._outlook(turn, turn.way)
-            trusted = [outlook.honesty * chance for chance in survival]
+            honesty = self._standing(turn.request).trust.honesty
+            trusted = [honesty * chance for chance in survival]
             whole = turn.draft.probs_NV is not None
             worth = worths(trusted, turn.budget, whole, self._price)
-            outlook.expect(worth)
+            self._outlook(turn, turn.way).expect(worth)
             self._ledgers[turn.way].all.expect(worth)
 
     def predict(self, turns: Sequence[Turn]) -> float:
@@ -313,8 +310,8 @@ class Plan:
             if turn.draft:
                 assert turn.verdict
                 promised, accepted = sum(turn.draft.survival), len(turn.verdict.path)
-                self._ledgers[turn.way].all.settle(promised, accepted)
-                self._outlook(turn, turn.way).settle(promised, accepted)
+                self._trust.settle(promised, accepted)
+                self._standing(turn.request).trust.settle(promised, accepted)
         self._allowance += PROBES * step_seconds
         told = sum(turn.drafting for turn in asked)
         for way in {turn.way for turn in asked}:
@@ -333,7 +330,7 @@ class Plan:
         """The request has ended."""
         for ledger in self._ledgers:
             ledger.forget(request)
-        self._following.pop(request.id, None)
+        self._standings.pop(request.id, None)
 
     def _price_of_probe(self, turn: Turn, seconds: float) -> float:
         """Seconds that were lost to find out: its drafting and rows or, where it took the place of
@@ -350,8 +347,14 @@ class Plan:
         probe = self._probe
         return probe is not None and (probe.request_id, probe.way) == (turn.request.id, turn.way)
 
-    def _honesty(self, turn: Turn) -> float:
-        return self._ledgers[turn.way].all.honesty
+    def _standing(self, request: Request) -> Standing:
+        found = self._standings.get(request.id)
+        if found is None:
+            is_off = self._step > self._read_at + IDLE
+            followed = not is_off or request.id % FOLLOWED == 0
+            found = Standing(Trust(self._trust), followed, len(request.tokens))
+            self._standings[request.id] = found
+        return found
 
     def _outlook(self, turn: Turn, way: int) -> Outlook:
         return self._ledgers[way].outlook(turn.request)
