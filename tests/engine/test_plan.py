@@ -293,6 +293,9 @@ def test_promises_that_are_not_kept_lose_their_weight() -> None:
     for _ in range(40):
         trust.settle(promised=3.0, accepted=0)
     assert trust.honesty < 0.15
+    for _ in range(400):
+        trust.settle(promised=1.0, accepted=3)
+    assert trust.correct([0.9, 0.1]) == [1.0, pytest.approx(0.1 * trust.honesty)]
 
 
 def test_rounds_that_were_never_asked_for_look_cheap_and_others_are_known() -> None:

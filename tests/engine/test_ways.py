@@ -15,6 +15,7 @@ from forerun.drafters.joined import Joined
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
 from forerun.engine.plan import IDLE, UNASKED, Plan
+from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import Turn
 from forerun.models.cache import Span
 from forerun.verify import make_verifier
@@ -115,9 +116,9 @@ def test_a_dear_network_that_adds_nothing_is_dropped(counts: float) -> None:
 
 @pytest.mark.parametrize(("counts", "both"), [(0.3, 0.7), (0.5, 0.7), (0.05, 0.6)])
 def test_a_network_that_brings_more_than_it_takes_is_kept(counts: float, both: float) -> None:
-    world = World((always(counts), always(both)), network=1.0).run(800)
-    assert world.share(BOTH, 100) > 0.9
-    assert world.rate(100) > 0.96 * best([counts, both], 1.0)
+    world = World((always(counts), always(both)), network=1.0).run(2000)
+    assert world.share(BOTH, 300) > 0.9
+    assert world.rate(300) > 0.95 * best([counts, both], 1.0)
 
 
 @pytest.mark.parametrize(("network", "asked"), [(0.3, True), (8.0, False)])
@@ -130,26 +131,26 @@ def test_the_same_gain_pays_or_not_by_what_it_takes(network: float, asked: bool)
 def test_a_network_that_becomes_useful_is_found_again_and_dropped_again() -> None:
     world = World((always(0.4), lambda step, _: 0.8 if 800 <= step < 1600 else 0.4), network=2.0)
     world.run(2400)
-    assert world.share(BOTH, 400, 800) < 0.05
+    assert world.share(BOTH, 400, 800) < 0.1
     assert world.share(BOTH, 1300, 1600) > 0.9
     assert world.share(BOTH, 2100) < 0.1
 
 
 def test_counts_that_become_as_good_alone_are_found_out() -> None:
-    world = World((lambda step, _: 0.3 if step < 500 else 0.8, always(0.8)), network=2.0).run(1200)
+    world = World((lambda step, _: 0.3 if step < 500 else 0.8, always(0.8)), network=2.0).run(2000)
     assert world.share(BOTH, 100, 500) > 0.9
-    assert world.share(COUNTS, 900) > 0.9
+    assert world.share(COUNTS, 1500) > 0.8
 
 
 def test_of_several_requests_those_are_asked_for_whom_it_pays() -> None:
     world = World(
-        (lambda _, id: 0.8 if id % 2 else 0.1, lambda _, id: 0.8 if id % 2 else 0.75),
-        network=2.0,
+        (lambda _, id: 0.8 if id % 2 else 0.1, lambda _, id: 0.8 if id % 2 else 0.85),
+        network=1.0,
         requests=4,
-    ).run(600)
+    ).run(1500)
     for id in range(4):
         way = COUNTS if id % 2 else BOTH
-        assert world.share(way, 300, id=id) > 0.9
+        assert world.share(way, 800, id=id) > 0.8
 
 
 def test_who_is_not_followed_is_asked_without_the_network() -> None:
@@ -160,7 +161,7 @@ def test_who_is_not_followed_is_asked_without_the_network() -> None:
 def test_hidden_states_are_kept_only_while_a_network_is_asked() -> None:
     world = World((always(0.7), always(0.7)), network=9.0)
     assert world.plan.follows(_request(0))
-    world.plan._ledgers[BOTH].all.worths = [0.0] * len(world.plan._ledgers[BOTH].all.worths)
+    world.plan._ledgers[BOTH].all.worths = [-1.0] * len(LEVELS)
     world.plan._allowance = -1e9  # no probes
     world.run(IDLE + 1)
     asked = _request(0)
@@ -199,9 +200,7 @@ def test_off_is_off_and_the_text_stays() -> None:
     network.script = lambda *each: called.update([True]) or script(*each)
     assert run(engine, jobs) == truth
     assert called[True], "the control: it is asked at first"
-    seconds = engine.plan._ledgers[BOTH]
-    for _ in range(200):
-        seconds.all.expect([-1.0] * 10)
+    engine.plan._ledgers[BOTH].all.worths = [-1.0] * len(LEVELS)
     engine.plan._allowance = -1e9
     called.clear()
     assert run(engine, jobs) == truth

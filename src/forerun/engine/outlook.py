@@ -41,6 +41,11 @@ class Trust:
         """Accepted tokens for each that was promised."""
         return self._accepted / self._promised
 
+    def correct(self, survival: Sequence[float]) -> list[float]:
+        """What is believed of it; nothing is likelier than certain."""
+        honesty = self.honesty
+        return [min(1.0, honesty * chance) for chance in survival]
+
     def settle(self, promised: float, accepted: int) -> None:
         """Learn from what became of the nodes that were verified."""
         if self._promised > self._window:
@@ -53,17 +58,16 @@ class Trust:
 class Outlook:
     """What drafts are worth that are asked for in one way, of one request or of all together.
 
-    worths: mean worth of a draft cut to so many nodes. asked_at: the last step in which one was
-    asked for.
+    worths: mean worth of a draft cut to so many nodes; what is expected at first counts as so many
+    `drafts`, and `window` are remembered. asked_at: the last step in which one was asked for.
     """
 
     __slots__ = ("_drafts", "_window", "asked_at", "worths")
 
-    def __init__(self, all_requests: Outlook | None = None) -> None:
-        """Of a request, as far as it is known from all requests; without them, of all."""
-        self.worths: list[float] = list(all_requests.worths if all_requests else FIRST)
+    def __init__(self, worths: list[float], drafts: int, window: int) -> None:
+        self.worths = worths
         self.asked_at = -1
-        self._drafts, self._window = (PRIOR, WINDOW) if all_requests else (1, LONG_WINDOW)
+        self._drafts, self._window = drafts, window
 
     def expect(self, worths: Sequence[float]) -> None:
         """Learn from what a draft promised."""

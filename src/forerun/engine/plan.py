@@ -86,7 +86,8 @@ class Plan:
 
     def __init__(self, costs: Costs, reads: Sequence[bool] = (True,)) -> None:
         self.costs = costs
-        self._ledgers = [Ledger(each) for each in reads]
+        first = Ledger(reads[0])
+        self._ledgers = [first, *(Ledger(each, first) for each in reads[1:])]
         self._trust = Trust()
         self._standings: dict[int, Standing] = {}
         self._choice = Choice(0.0, 1.0)
@@ -151,7 +152,7 @@ class Plan:
         net of their rows, and takes R(n, l) longer, less what drafts of theirs took so far.
         """
         ledger, shares, so_far = self._ledgers[way], choice.shares, choice.worths
-        outlooks = [(ledger.outlook(each).worths, i) for i, each in requests.items()]
+        outlooks = [(ledger.worths(each), i) for i, each in requests.items()]
         rounds = [ledger.rounds.seconds(1 + count) for count in range(len(outlooks))]
         best, found, chosen = choice.rate, -1, 0
         for level in range(len(LEVELS)):
@@ -231,9 +232,7 @@ class Plan:
         chances = [_chances(draft) for draft in drafts]
         if any(chances):
             trusted = [
-                survival
-                if self._probes(turn)
-                else [self._trust.honesty * each for each in survival]
+                survival if self._probes(turn) else self._trust.correct(survival)
                 for turn, survival in zip(turns, chances, strict=True)
             ]
             drafts = self._buy(turns, trusted, rows, spent)
@@ -283,12 +282,10 @@ class Plan:
         for turn, survival in zip(turns, chances, strict=True):
             if not turn.budget:
                 continue
-            honesty = self._standing(turn.request).trust.honesty
-            trusted = [honesty * chance for chance in survival]
+            trusted = self._standing(turn.request).trust.correct(survival)
             whole = turn.draft.probs_NV is not None
             worth = worths(trusted, turn.budget, whole, self._price)
-            self._outlook(turn, turn.way).expect(worth)
-            self._ledgers[turn.way].all.expect(worth)
+            self._ledgers[turn.way].expect(turn.request, worth)
 
     def predict(self, turns: Sequence[Turn]) -> float:
         """Seconds that a step takes beside drafting; 0 where it reads prompts, too."""
@@ -339,7 +336,7 @@ class Plan:
         assert probe
         if not probe.seconds:
             return seconds + self._row * len(turn.draft)
-        worth = self._outlook(turn, probe.way).worths[choice.level(probe.way)]
+        worth = self._ledgers[probe.way].worths(turn.request)[choice.level(probe.way)]
         return seconds + max(0.0, (probe.worth - worth) / choice.rate - probe.seconds)
 
     def _probes(self, turn: Turn) -> bool:
