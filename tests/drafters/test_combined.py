@@ -73,6 +73,16 @@ def test_each_hears_its_own_taps() -> None:
     assert list(deaf.told[0]) == []
 
 
+def test_who_is_not_followed_is_told_of_to_those_alone_who_need_no_taps() -> None:
+    deep, deaf = Says("deep", [], [], [9]), Says("deaf", [], [])
+    both, asked = Combined([deep, deaf]), [request([9], id=id) for id in range(2)]
+    both.observe(asked, [Verdict((), 1)] * 2, [torch.zeros(0, 1, 1), torch.ones(2, 1, 1)])
+    assert torch.equal(deep.told[0][0], torch.ones(2, 1, 1))
+    assert len(deep.told) == len(deaf.told) == 1
+    both.observe(asked, [Verdict((), 1)] * 2, ())
+    assert (len(deep.told), len(deaf.told)) == (1, 2)
+
+
 def test_it_can_what_one_of_them_can() -> None:
     assert taking_turns("ngram+suffix").makes_trees
     assert not taking_turns("ngram+ngram:min=3").makes_trees

@@ -232,6 +232,26 @@ def test_requests_are_forgotten() -> None:
     assert not both._open
 
 
+def test_networks_may_be_left_out() -> None:
+    """Those without a network are always asked, each network alone with them, or all."""
+    sources = [Knows(name, only(token, 0.5), depth=1) for token, name in enumerate("abcd")]
+    sources[1].runs_network = sources[3].runs_network = False
+    both = Joined(sources)
+    named = [set(way.propose([request([9])], [8])[0].sources) for way in both.ways]
+    assert named == [{"b", "d"}, {"a", "b", "d"}, {"b", "c", "d"}, {"a", "b", "c", "d"}]
+    assert [way.members for way in Joined(sources[1::2]).ways] == [[0, 1]]
+    assert [way.members for way in Joined(sources[::2]).ways] == [[0], [1], [0, 1]]
+    assert [way.members for way in Joined(sources[:2]).ways] == [[1], [0, 1]]
+
+
+def test_one_alone_proposes_by_itself() -> None:
+    both = Joined([make("suffix"), Knows("network", only(3, 0.9))])
+    asked = request([1, 2, 1, 2, 1])
+    (draft,) = both.ways[0].propose([asked], [4])
+    assert set(draft.sources) == {"suffix"}
+    assert list(draft.tokens) == list(propose(make("suffix"), asked, 4).tokens)
+
+
 def test_the_rule_decides_who_joins() -> None:
     assert isinstance(make("ngram+suffix"), Joined)
     assert not isinstance(make("ngram+suffix", independent_noise=True), Joined)

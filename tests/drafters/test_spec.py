@@ -70,7 +70,7 @@ def test_every_key_of_vllm_leads_to_an_option() -> None:
     ("spec", "message"),
     [
         ("ngramm", "no drafter 'ngramm'; did you mean 'ngram'"),
-        ("telepathy", "choose one of: corpus, dflash, .*model, ngram, none, skip, suffix"),
+        ("telepathy", "choose one of: auto, corpus, dflash, .*model, ngram, none, skip, suffix"),
         ("ngram+none", "none stands alone; take it out"),
         ("none + ngram", "none stands alone; take it out"),
         ("ngram:kk=4", "'ngram' has no option 'kk'; did you mean 'k'"),
@@ -85,6 +85,8 @@ def test_every_key_of_vllm_leads_to_an_option() -> None:
         ("model:a,model=b", "names its model twice; remove one"),
         ("skip:k=3", "'skip' needs its layers; write skip:LAYERS"),
         ("skip:two", "SkipOptions: layers: .*integer"),
+        ("auto:k=4", "auto has no options; to set those of a drafter, name it"),
+        ("autos", "did you mean 'auto'"),
         ("", "lacks a drafter"),
         ("ngram+", "lacks a drafter"),
         ('{"method": "ngram"', "no valid JSON"),

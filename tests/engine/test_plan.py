@@ -13,7 +13,7 @@ import torch
 from fakes import chain_of
 from forerun.core import Draft, Request, SamplingParams, Speculation, Verdict
 from forerun.engine.costs import Costs
-from forerun.engine.outlook import Outlook, worths
+from forerun.engine.outlook import Trust, worths
 from forerun.engine.plan import PROBES, UNASKED, Plan, Static
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import Turn
@@ -237,8 +237,11 @@ def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)
     plan._allowance = -1.0  # no probes for now
     assert plan.budgets([turn(id=99)], 64) == [0]
-    plan.forget(turn(id=99).request)
-    assert 99 not in plan._outlooks
+    assert 99 in plan._ledgers[0]._outlooks
+    plan.follows(request(99))
+    plan.forget(request(99))
+    assert 99 not in plan._ledgers[0]._outlooks
+    assert 99 not in plan._standings
 
 
 def test_hidden_states_are_kept_only_for_those_who_may_draft() -> None:
@@ -296,11 +299,14 @@ def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -
 
 
 def test_promises_that_are_not_kept_lose_their_weight() -> None:
-    outlook = Outlook(Outlook())
-    assert outlook.honesty == 1
+    trust = Trust(Trust())
+    assert trust.honesty == 1
     for _ in range(40):
-        outlook.settle(promised=3.0, accepted=0)
-    assert outlook.honesty < 0.15
+        trust.settle(promised=3.0, accepted=0)
+    assert trust.honesty < 0.15
+    for _ in range(400):
+        trust.settle(promised=1.0, accepted=3)
+    assert trust.correct([0.9, 0.1]) == [1.0, pytest.approx(0.1 * trust.honesty)]
 
 
 def test_rounds_that_were_never_asked_for_look_cheap_and_others_are_known() -> None:

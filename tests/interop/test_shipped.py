@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forerun.cli.main import main
+from forerun.config import Settings
 from forerun.drafters import check
 from forerun.errors import ConfigError
 from forerun.interop import formats, lent, shipped
@@ -49,6 +50,23 @@ def test_specs_name_them(drafts: Path, capsys: pytest.CaptureFixture[str]) -> No
             )
             assert (code, err) == (0, ""), spec
             assert out
+
+
+def test_auto_is_all_that_ships(drafts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (drafts / "eagle3").mkdir()
+    kinds = [(kind, getattr(options, "top_k", None)) for kind, options in _checked("auto")]
+    assert kinds == [("corpus", None), ("medusa", None), ("eagle3", 4)]
+    (drafts / "eagle3").rmdir()
+    (drafts.parent / NAME).rename(drafts.parent / "model")
+    code, out, err = run(capsys, "generate", "abc", "--model", "model", "--draft", "auto")
+    assert (code, err) == (0, "")
+    assert out
+    assert [kind for kind, _ in _checked("auto")] == ["suffix"], "nothing ships for it now"
+    assert [kind for kind, _ in _checked("ngram+auto")] == ["ngram", "suffix"]
+
+
+def _checked(spec: str) -> list[tuple[str, Settings]]:
+    return [(kind.name, options) for kind, options in check(spec, NAME)]
 
 
 def test_a_path_of_the_same_name_goes_first(drafts: Path) -> None:
@@ -131,7 +149,7 @@ def test_all_that_ships_is_known_and_small() -> None:
 
 def test_the_best_are_there() -> None:
     for model, spec in shipped.BEST.items():
-        for kind, options in check(spec):
+        for kind, options in check(spec, model):
             kind.look(options, lambda: None)
             assert model in packaged.MODELS
 

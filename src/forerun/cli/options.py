@@ -32,7 +32,7 @@ Draft = Annotated[
         "Who guesses ahead: none, ngram, suffix, corpus:FILE, model:ID, skip:N, medusa:DIR, "
         "eagle:DIR, eagle3:DIR, dflash:DIR; for some models drafts come with forerun, which "
         "'forerun models list' names; options as ngram:max=4,k=8; "
-        f"a+b makes one tree of both. [default: {DEFAULT_DRAFT}]",
+        f"a+b makes one tree of both, auto one of all that are at hand. [default: {DEFAULT_DRAFT}]",
         metavar="SPEC",
     ),
 ]
@@ -86,7 +86,7 @@ def check_draft(spec: str, model: str) -> None:
     model is loaded; this imports torch."""
     from forerun.drafters import check
 
-    for drafter, its_options in check(spec):
+    for drafter, its_options in check(spec, model):
         drafter.look(its_options, lambda: _known(model))
 
 

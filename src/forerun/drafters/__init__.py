@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forerun.config import Settings, nearest
+from forerun.drafters.auto import available
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.combined import Combined
 from forerun.drafters.corpus import CorpusDrafter
@@ -13,7 +14,7 @@ from forerun.drafters.joined import Joined
 from forerun.drafters.medusa import Medusa
 from forerun.drafters.ngram import Ngram
 from forerun.drafters.skip import SkipLayers
-from forerun.drafters.spec import DrafterSpec, parse
+from forerun.drafters.spec import AUTO, DrafterSpec, parse
 from forerun.drafters.suffix import Suffix
 from forerun.errors import ConfigError
 
@@ -41,25 +42,33 @@ def make_drafter(spec: str, context: DraftContext) -> Drafter | None:
     Raises `ConfigError` for unknown drafters and options, for values that cannot be used and for
     drafters that do not fit the target.
     """
-    drafters = [kind(options, context) for kind, options in check(spec)]
+    parts = check(spec, context.target.info.name)
+    drafters = [kind(options, context) for kind, options in parts]
     if len(drafters) > 1:
         return Combined(drafters) if context.independent_noise else Joined(drafters)
     return drafters[0] if drafters else None
 
 
-def check(spec: str) -> list[tuple[type[Drafter], Settings]]:
-    """The drafters that a draft spec names, with their options; needs no model.
+def check(spec: str, model: str) -> list[tuple[type[Drafter], Settings]]:
+    """The drafters that a draft spec names, with their options.
+
+    model: its name, by which `auto` finds what ships for it; it need not be loaded.
 
     Raises `ConfigError` for unknown drafters and options and for values that cannot be used.
     """
-    kinds = [(_kind(part), part) for part in parse(spec)]
+    parts = [
+        each for part in parse(spec) for each in (available(model) if part.name == AUTO else [part])
+    ]
+    kinds = [(_kind(part), part) for part in parts]
     return [(kind, _options(kind, part)) for kind, part in kinds]
 
 
 def _kind(part: DrafterSpec) -> type[Drafter]:
     kind = DRAFTERS.get(part.name)
     if kind is None:
-        raise ConfigError(f"no drafter '{part.name}'; {nearest(part.name, [*DRAFTERS, 'none'])}")
+        raise ConfigError(
+            f"no drafter '{part.name}'; {nearest(part.name, [*DRAFTERS, AUTO, 'none'])}"
+        )
     return kind
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -40,6 +40,19 @@ class DraftContext:
     independent_noise: bool = False
 
 
+class Way(Protocol):
+    """One way to ask a drafter: all of it, or some of its parts."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Layer boundaries of the target that this way needs."""
+        ...
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """As `Drafter.propose`."""
+        ...
+
+
 class Drafter(ABC):
     """Proposes what could follow. Guesses may be arbitrarily bad; they cost speed, never text.
 
@@ -54,6 +67,7 @@ class Drafter(ABC):
     makes_trees: bool = False
     samples: bool = False  # can draw from a law of its own, so that `rejection` applies
     taps: Sequence[int] = ()  # layer boundaries of the target that `observe` needs
+    runs_network: bool = True  # so that its rounds take time
 
     @classmethod  # noqa: B027, most need nothing
     def look(cls, options: Settings, known: Known) -> None:
@@ -73,6 +87,11 @@ class Drafter(ABC):
         A request's tokens all lie in the store except the last one.
         """
 
+    @property
+    def ways(self) -> Sequence[Way]:
+        """In which ways it can be asked; the last one asks all of it."""
+        return (self,)
+
     def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
         """Instead of `propose`: what is believed on all paths, so that others can be joined."""
         return [of_draft(draft) for draft in self.propose(requests, budgets)]
@@ -82,9 +101,9 @@ class Drafter(ABC):
     ) -> None:
         """Learn what became of the proposals, after the tokens were committed.
 
-        requests: those that were asked for; with taps, all that the drafter is to follow.
-        taps: per request, the hidden states of its newly cached rows, [rows, T, hidden]; empty
-        when the drafter declares no taps.
+        requests: those that were asked for; with taps, all that the drafter is to follow, too.
+        taps: per request, the hidden states of its newly cached rows, [rows, T, hidden], none of
+        one that is not followed; empty when no request is, or the drafter declares no taps.
         """
 
     def release(self, request: Request) -> None:  # noqa: B027, most keep no state

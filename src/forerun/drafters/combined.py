@@ -21,6 +21,7 @@ class Combined(Drafter):
         self.drafters = list(drafters)
         self.makes_trees = any(drafter.makes_trees for drafter in drafters)
         self.samples = any(drafter.samples for drafter in drafters)
+        self.runs_network = any(drafter.runs_network for drafter in drafters)
         self.taps = sorted({tap for drafter in drafters for tap in drafter.taps})
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
@@ -37,9 +38,17 @@ class Combined(Drafter):
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
+        followed = [i for i, each in enumerate(taps) if len(each)]
         for drafter in self.drafters:
-            wanted = [list(self.taps).index(tap) for tap in drafter.taps]
-            drafter.observe(requests, verdicts, [tap[:, wanted] for tap in taps] if wanted else ())
+            if not drafter.taps:
+                drafter.observe(requests, verdicts, ())
+            elif followed:
+                wanted = [list(self.taps).index(tap) for tap in drafter.taps]
+                drafter.observe(
+                    [requests[i] for i in followed],
+                    [verdicts[i] for i in followed],
+                    [taps[i][:, wanted] for i in followed],
+                )
 
     def release(self, request: Request) -> None:
         for drafter in self.drafters:

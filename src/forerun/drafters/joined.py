@@ -2,6 +2,9 @@
 
 At every node each source is asked for its law. A token that several name is one candidate; its
 chance is mixed from their beliefs (`mixing.py`), and the likeliest paths make the tree.
+
+Sources that run no network take next to no time and are always asked. Whether one of the networks,
+all or none are asked besides is for the plan to say, by what rounds take and what drafts bring.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import Drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.combined import Combined
-from forerun.drafters.laws import Law
+from forerun.drafters.laws import SILENT, Law
 from forerun.drafters.mixing import NAMED, OTHERS, Mixer, Weights, score
 from forerun.drafters.tree import best_first
 
@@ -60,9 +63,29 @@ class Joined(Combined):
         self._mixers = {greedy: Mixer(len(drafters)) for greedy in (True, False)}
         self._calibration = Calibration()
         self._open: dict[int, tuple[int, Place]] = {}
+        self._ways = [Some(self, members) for members in _subsets(drafters)]
+
+    @property
+    def ways(self) -> Sequence[Some]:
+        return self._ways
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        laws = zip(*(drafter.laws(requests, budgets) for drafter in self.drafters), strict=True)
+        return self.ask(range(len(self.drafters)), requests, budgets)
+
+    def ask(
+        self, members: Sequence[int], requests: Sequence[Request], budgets: Sequence[int]
+    ) -> list[Draft]:
+        """One tree per request of what some of the drafters believe; the others are not asked."""
+        if len(members) == 1:  # which has nobody to be joined with
+            drafter = self.drafters[members[0]]
+            drafts = drafter.propose(requests, budgets)
+            return [replace(draft, sources=[drafter.name] * len(draft)) for draft in drafts]
+        silent = [SILENT] * len(requests)
+        each = [
+            drafter.laws(requests, budgets) if source in members else silent
+            for source, drafter in enumerate(self.drafters)
+        ]
+        laws = zip(*each, strict=True)
         return [self._join(*each) for each in zip(requests, budgets, laws, strict=True)]
 
     def observe(
@@ -118,6 +141,27 @@ class Joined(Combined):
             for token, (share, weights, inputs, _) in place.candidates.items():
                 weights.learn(inputs, share / place.total, token == found)
             place = place.behind.get(truth)
+
+
+class Some:
+    """Some of the drafters of a joined one, by their places."""
+
+    def __init__(self, joined: Joined, members: Sequence[int]) -> None:
+        self._joined, self.members = joined, members
+        self.taps = sorted({tap for member in members for tap in joined.drafters[member].taps})
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        return self._joined.ask(self.members, requests, budgets)
+
+
+def _subsets(drafters: Sequence[Drafter]) -> list[list[int]]:
+    """Who can be asked together: all that run no network, with one of the networks besides or with
+    all of them, which comes last."""
+    free = [i for i, drafter in enumerate(drafters) if not drafter.runs_network]
+    networks = [i for i, drafter in enumerate(drafters) if drafter.runs_network]
+    subsets = [free, *(sorted([*free, network]) for network in networks)]
+    everyone = list(range(len(drafters)))
+    return [each for each in subsets if each and each != everyone] + [everyone]
 
 
 def _candidates(laws: Sequence[Law], mixer: Mixer, place: Place) -> Iterable[tuple[int, float]]:

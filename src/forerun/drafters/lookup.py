@@ -18,6 +18,8 @@ from forerun.drafters.tree import best_first
 class Lookup(Drafter):
     """Proposes for each request by itself; what becomes of it is learned by one calibration."""
 
+    runs_network = False
+
     def __init__(self, options: Settings, context: DraftContext) -> None:
         super().__init__(options, context)
         self._calibration = Calibration()

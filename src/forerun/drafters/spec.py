@@ -5,6 +5,7 @@
     NAME:OPTION=VALUE,...       ngram:max=4,k=8
     NAME:ARGUMENT,...           model:ID,k=4 and skip:2: one option stands first, without its name
     SPEC+SPEC                   one tree of what both believe
+    auto                        all that are at hand for the model, in one tree
 
 The first colon ends the name; later ones belong to the argument, and so do slashes. `,`, `+` and
 `=` always separate: an id or path that contains one of them is given in the other form, the JSON
@@ -34,6 +35,8 @@ class DrafterSpec:
     argument: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+
+AUTO = "auto"  # stands for several drafters; which ones, the model says
 
 # vLLM's methods and their keys: the drafter and its options that mean the same.
 VLLM_METHODS: dict[str, tuple[str, dict[str, str]]] = {
@@ -94,6 +97,10 @@ def _from_text(text: str, spec: str) -> DrafterSpec:
             raise ConfigError(f"draft spec '{spec}' sets {key} twice; remove one")
         else:
             options[key] = value
+    if name == AUTO and rest:
+        raise ConfigError(
+            f"draft spec '{spec}': auto has no options; to set those of a drafter, name it"
+        )
     return DrafterSpec(name, argument, options)
 
 

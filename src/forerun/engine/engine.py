@@ -70,7 +70,8 @@ class Engine:
         self._ids = itertools.count()
         if drafter:
             _check_taps(drafter, target)
-            self.plan = Static() if static else Plan(costs or measure(target, store))
+            reads = [bool(way.taps) for way in drafter.ways]
+            self.plan = Static() if static else Plan(costs or measure(target, store), reads)
 
     @property
     def busy(self) -> bool:
@@ -163,12 +164,16 @@ class Engine:
         budgets = self.plan.budgets(turns, batch.rows_left)
         for turn, budget in zip(turns, budgets, strict=True):
             turn.budget = self._make_room(turn, budget)
-        if asked := batch.asked:
+        batch.clock.lap("draft")
+        for way in {turn.way for turn in batch.asked}:
+            asked = [turn for turn in batch.asked if turn.way == way]
             requests = [turn.request for turn in asked]
-            drafts = self.drafter.propose(requests, [turn.budget for turn in asked])
+            drafts = self.drafter.ways[way].propose(requests, [turn.budget for turn in asked])
+            seconds = batch.clock.lap("draft")
             for turn, draft in zip(asked, drafts, strict=True):
                 assert len(draft) <= turn.budget, "a draft is larger than its budget"
                 turn.draft = draft
+                turn.drafting = seconds / len(asked)
 
     def _make_room(self, turn: Turn, budget: int) -> int:
         """Reserve slots for up to `budget` nodes, as many as fit; nobody is preempted for them.
@@ -256,7 +261,7 @@ class Engine:
         living = [
             turn
             for turn in batch.turns
-            if (turn.followed if self.drafter.taps else turn.budget)
+            if (turn.budget or (turn.followed and self.drafter.taps))
             and not turn.request.finish_reason
         ]
         if not living:

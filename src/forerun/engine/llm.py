@@ -40,7 +40,8 @@ class LLM:
         llm.generate("Once upon a time", SamplingParams(max_tokens=64, temperature=0))
 
     model: a folder, a .gguf file, a packaged model, a Hub id, or a model already loaded.
-    draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`; None for none.
+    draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`, `auto`; None for
+        none.
     static: check all that the draft proposes, even where less would be faster.
     verifier: `follow` (the text of plain decoding), `rejection` (its law), `typical` (lossy).
     max_num_seqs: sequences that run at once. max_batch_rows: tokens in one pass.

@@ -21,46 +21,53 @@ TRUST_WINDOW, LONG_TRUST_WINDOW = 64.0, 512.0  # promised tokens remembered
 MAX_NODES = LEVELS[-1]
 
 
-class Outlook:
-    """Of one request, or of all together.
+class Trust:
+    """How many of the promised tokens were accepted, of one request or of all together.
 
-    worths: mean worth of a draft cut to so many nodes.
-    asked_at: the last step in which the drafter was asked. probes: steps left of a probe.
-    followed: whether the drafter keeps up with the request. asked_length: its length in tokens when
-        it was last asked.
+    It is the same for all ways to ask: between them the luck of a few dozen drafts would decide.
     """
 
-    __slots__ = (
-        "_accepted",
-        "_drafts",
-        "_promised",
-        "_trust_window",
-        "_window",
-        "asked_at",
-        "asked_length",
-        "followed",
-        "probes",
-        "worths",
-    )
+    __slots__ = ("_accepted", "_promised", "_window")
 
-    def __init__(self, all_requests: Outlook | None = None) -> None:
-        """Of a request, as far as it is known from all requests; without them, of all."""
-        self.worths: list[float] = list(all_requests.worths if all_requests else FIRST)
-        self.asked_at = -1
-        self.asked_length = 0
-        self.followed = True
-        self.probes = 0
+    def __init__(self, all_requests: Trust | None = None) -> None:
         self._promised = self._accepted = TRUST
+        self._window = LONG_TRUST_WINDOW
         if all_requests:
-            self._drafts, self._window, self._trust_window = PRIOR, WINDOW, TRUST_WINDOW
             self._accepted *= all_requests.honesty
-        else:
-            self._drafts, self._window, self._trust_window = 1, LONG_WINDOW, LONG_TRUST_WINDOW
+            self._window = TRUST_WINDOW
 
     @property
     def honesty(self) -> float:
         """Accepted tokens for each that was promised."""
         return self._accepted / self._promised
+
+    def correct(self, survival: Sequence[float]) -> list[float]:
+        """What is believed of it; nothing is likelier than certain."""
+        honesty = self.honesty
+        return [min(1.0, honesty * chance) for chance in survival]
+
+    def settle(self, promised: float, accepted: int) -> None:
+        """Learn from what became of the nodes that were verified."""
+        if self._promised > self._window:
+            self._promised *= 0.5
+            self._accepted *= 0.5
+        self._promised += promised
+        self._accepted += accepted
+
+
+class Outlook:
+    """What drafts are worth that are asked for in one way, of one request or of all together.
+
+    worths: mean worth of a draft cut to so many nodes; what is expected at first counts as so many
+    `drafts`, and `window` are remembered. asked_at: the last step in which one was asked for.
+    """
+
+    __slots__ = ("_drafts", "_window", "asked_at", "worths")
+
+    def __init__(self, worths: list[float], drafts: int, window: int) -> None:
+        self.worths = worths
+        self.asked_at = -1
+        self._drafts, self._window = drafts, window
 
     def expect(self, worths: Sequence[float]) -> None:
         """Learn from what a draft promised."""
@@ -69,14 +76,6 @@ class Outlook:
         self.worths = [
             old + step * (new - old) for old, new in zip(self.worths, worths, strict=True)
         ]
-
-    def settle(self, promised: float, accepted: int) -> None:
-        """Learn from what became of the nodes that were verified."""
-        if self._promised > self._trust_window:
-            self._promised *= 0.5
-            self._accepted *= 0.5
-        self._promised += promised
-        self._accepted += accepted
 
 
 def worths(survival: Sequence[float], budget: int, whole: bool, price: float) -> list[float]:

@@ -7,14 +7,15 @@ survival of the nodes at hand. Decides about speed, never about text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from forerun.core import Draft, Request
 from forerun.drafters.tree import prune
 from forerun.engine.costs import Costs
-from forerun.engine.outlook import MAX_NODES, Outlook, worths
-from forerun.engine.rounds import LEVELS, Rounds
+from forerun.engine.ledger import Ledger
+from forerun.engine.outlook import MAX_NODES, Outlook, Trust, worths
+from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import NOTHING, Turn
 
 PROBES = 0.01  # share of the time that may be spent on finding out whether drafts pay again
@@ -22,37 +23,78 @@ PROBE_STEPS = 2  # in the first of them a drafter catches up, which tells nothin
 PROBE_LEVEL = LEVELS.index(4)
 
 # Where a drafter reads hidden states of the target, those of all tokens have to be kept for it.
-UNASKED = 256  # tokens without a draft, after which a request goes on without
-IDLE = 64  # steps without a draft that pays, after which it is off,
+UNASKED = 256  # tokens without such a draft, after which a request goes on without
+IDLE = 64  # steps without such a draft that pays, after which it is off,
 FOLLOWED = 4  # and one in so many new requests is followed, to find out whether it pays again
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What the drafter is asked in a step: level of the budgets, None for nothing.
+@dataclass(slots=True)
+class Standing:
+    """Of one request. followed: whether its hidden states are kept. read_length: its length in
+    tokens when somebody who reads them was last asked."""
 
-    probes: ids of the asked requests that are only asked to find out.
-    usual: whether the time of the round tells what rounds cost: nobody was asked for the first time
-    or after a pause.
+    trust: Trust
+    followed: bool
+    read_length: int
+
+
+@dataclass(slots=True)
+class Probe:
+    """A request that is asked in some way only to find out.
+
+    steps: left of it. seconds, worth: of the draft that it would be asked for otherwise.
     """
 
-    level: int | None = None
-    asked: int = 0
-    probes: frozenset[int] = frozenset()
-    usual: bool = False
+    request_id: int
+    way: int
+    steps: int = PROBE_STEPS
+    seconds: float = 0.0
+    worth: float = 0.0
+
+
+@dataclass(slots=True)
+class Choice:
+    """Who is asked, and how. All by the place of the request among the turns, but `levels`.
+
+    levels: of the budgets, by way. tokens, seconds: that the pass is expected to bring and to take.
+    worths: tokens of them that a request's draft brings. shares: seconds of them, of its round.
+    """
+
+    tokens: float
+    seconds: float
+    ways: dict[int, int] = field(default_factory=dict)
+    levels: dict[int, int] = field(default_factory=dict)
+    worths: dict[int, float] = field(default_factory=dict)
+    shares: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def level(self, way: int) -> int:
+        """Of the budgets in a way; where it is only probed, as large as those of others."""
+        return self.levels.get(way, max(self.levels.values(), default=PROBE_LEVEL))
 
 
 class Plan:
-    """Speculates as much as raises tokens per second, which may be nothing. costs: of a pass."""
+    """Speculates as much as raises tokens per second, which may be nothing.
 
-    def __init__(self, costs: Costs) -> None:
+    costs: of a pass. reads: per way in which the drafter can be asked, whether it needs hidden
+    states of the target.
+    """
+
+    def __init__(self, costs: Costs, reads: Sequence[bool] = (True,)) -> None:
         self.costs = costs
-        self.rounds = Rounds()
-        self._all = Outlook()
-        self._outlooks: dict[int, Outlook] = {}
-        self._question = Question()
+        first = Ledger(reads[0])
+        self._ledgers = [first, *(Ledger(each, first) for each in reads[1:])]
+        self._trust = Trust()
+        self._standings: dict[int, Standing] = {}
+        self._choice = Choice(0.0, 1.0)
+        self._usual: set[int] = set()  # ways whose rounds take as long as they usually do
+        self._probe: Probe | None = None
         self._step = 0
-        self._paid_at = 0  # the last step in which somebody was asked who was expected to pay
+        self._read_at = 0  # the last step in which somebody who reads was expected to pay
         self._price = 0.0  # tokens that a further row must bring, as of the last step
         self._row = 0.0  # seconds that it took
         self._allowance = 0.0  # seconds left for probes; none is begun while it is negative
@@ -62,84 +104,111 @@ class Plan:
     def follows(self, request: Request) -> bool:
         """Whether a drafter that reads hidden states gets those of this request.
 
-        What it once missed it cannot make up for: such a request goes on without drafts.
+        What it once missed it cannot make up for: such a request goes on without its drafts.
         """
         if not request.params.speculation.enabled:
             return False
-        outlook = self._outlooks.get(request.id)
-        if outlook is None:
-            outlook = self._outlook(request)
-            outlook.asked_length = len(request.tokens)
-            is_off = self._step > self._paid_at + IDLE
-            outlook.followed = not is_off or request.id % FOLLOWED == 0
-        if outlook.followed and len(request.tokens) - outlook.asked_length > UNASKED:
-            outlook.followed = False
-        return outlook.followed
+        standing = self._standing(request)
+        if standing.followed and len(request.tokens) - standing.read_length > UNASKED:
+            standing.followed = False
+        return standing.followed
 
     def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
         """How many nodes the drafter may propose for each of the decoding `turns`; 0: not asked.
 
-        They fit into `rows_left` together. With the level l and the n requests of the best outlook
-        a pass brings W(n, l) tokens beside the one of each, net of their rows, and takes R(n, l)
-        longer; n and l maximise tokens per second.
+        They fit into `rows_left` together. Sets the way in which each of them is asked.
         """
-        limits = [_limit(turn.request) if turn.followed else 0 for turn in turns]
-        able = [i for i, limit in enumerate(limits) if limit > 0]
+        limits = [_limit(turn.request) for turn in turns]
+        able = [
+            [i for i, turn in enumerate(turns) if limits[i] and (turn.followed or not ledger.reads)]
+            for ledger in self._ledgers
+        ]
         budgets = [0] * len(turns)
-        self._question = Question()
-        if not able or not rows_left:
+        self._usual = set()
+        if not any(able) or not rows_left:
             return budgets
         self._step += 1
-        outlooks = [self._outlook(turns[i].request) for i in able]
-        level, chosen = self._choose(outlooks, turns)
-        asked = [*chosen, *self._probes(outlooks, chosen)][:rows_left]
-        if not asked:
-            return budgets
-        probes = frozenset(turns[able[i]].request.id for i in asked[len(chosen) :])
-        if level is None:
-            level = PROBE_LEVEL
-        else:
-            self._paid_at = self._step
-        usual = all(outlooks[i].asked_at == self._step - 1 for i in asked)
-        self._question = Question(level, len(asked), probes, usual)
-        for i in asked:
-            outlooks[i].asked_at = self._step
-            outlooks[i].asked_length = len(turns[able[i]].request.tokens)
-            budgets[able[i]] = min(LEVELS[level], limits[able[i]], rows_left // len(asked))
+        self._choice = choice = Choice(float(len(turns)), self._plain(turns))
+        for way, places in enumerate(able):
+            self._improve(choice, way, {i: turns[i].request for i in places})
+        if any(self._ledgers[way].reads for way in choice.ways.values()):
+            self._read_at = self._step
+        asked = dict(choice.ways)
+        if (probed := self._find_out(turns, able)) is not None:
+            assert self._probe
+            asked[probed] = self._probe.way
+        places = list(asked)[:rows_left]
+        for i in places:
+            turns[i].way = way = asked[i]
+            nodes = LEVELS[choice.level(way)]
+            budgets[i] = min(nodes, limits[i], rows_left // len(places))
+        self._note([turns[i] for i in places])
         return budgets
 
-    def _choose(
-        self, outlooks: Sequence[Outlook], turns: Sequence[Turn]
-    ) -> tuple[int | None, list[int]]:
-        """Level and places of the requests with which tokens per second are most."""
-        plain = self._plain(turns)
-        best, found, chosen = len(turns) / plain, -1, 0
-        rounds = [self.rounds.seconds(1 + count) for count in range(len(outlooks))]
+    def _improve(self, choice: Choice, way: int, requests: Mapping[int, Request]) -> None:
+        """Ask those in this way with whom tokens per second are most.
+
+        With the level l and the n requests that gain most by it, a pass brings W(n, l) tokens more,
+        net of their rows, and takes R(n, l) longer, less what drafts of theirs took so far.
+        """
+        ledger, shares, so_far = self._ledgers[way], choice.shares, choice.worths
+        outlooks = [(ledger.worths(each), i) for i, each in requests.items()]
+        rounds = [ledger.rounds.seconds(1 + count) for count in range(len(outlooks))]
+        best, found, chosen = choice.rate, -1, 0
         for level in range(len(LEVELS)):
-            tokens = float(len(turns))
-            worths = sorted([outlook.worths[level] for outlook in outlooks], reverse=True)
-            for count, worth in enumerate(worths):
-                tokens += worth
-                rate = tokens / (plain + rounds[count][level])
+            tokens, seconds = choice.tokens, choice.seconds
+            gains = [(worths[level] - so_far.get(i, 0.0), i) for worths, i in outlooks]
+            gains.sort(reverse=True)
+            for count, (gain, i) in enumerate(gains):
+                tokens += gain
+                seconds -= shares.get(i, 0.0)
+                rate = tokens / (seconds + rounds[count][level])
                 if rate > best:
                     best, found, chosen = rate, level, count + 1
         if not chosen:
-            return None, []
-        order = sorted(range(len(outlooks)), key=lambda i: -outlooks[i].worths[found])
-        return found, order[:chosen]
+            return
+        gains = [(worths[found] - so_far.get(i, 0.0), i) for worths, i in outlooks]
+        gains.sort(reverse=True)
+        choice.levels[way] = found
+        for gain, i in gains[:chosen]:
+            share = rounds[chosen - 1][found] / chosen
+            choice.tokens += gain
+            choice.seconds += share - shares.get(i, 0.0)
+            choice.ways[i], shares[i] = way, share
+            so_far[i] = so_far.get(i, 0.0) + gain
 
-    def _probes(self, outlooks: Sequence[Outlook], chosen: Sequence[int]) -> list[int]:
-        """Who else is asked, for nothing but to find out whether it pays."""
-        rest = set(range(len(outlooks))).difference(chosen)
-        for i in chosen:
-            outlooks[i].probes = 0
-        if rest and self._allowance >= 0 and not any(outlooks[i].probes for i in rest):
-            longest = min(rest, key=lambda i: outlooks[i].asked_at)
-            outlooks[longest].probes = PROBE_STEPS
-        probes = [i for i in rest if outlooks[i].probes]
-        for i in probes:
-            outlooks[i].probes -= 1
-        return probes
+    def _find_out(self, turns: Sequence[Turn], able: Sequence[Sequence[int]]) -> int | None:
+        """Whose turn it is to be asked in the way of the probe; begins one where none runs."""
+        ways = self._choice.ways
+        others = [(way, i) for way, places in enumerate(able) for i in places if ways.get(i) != way]
+        probe = self._probe
+        if probe is None or probe.steps == 0 or not _at(probe, turns, others):
+            self._probe = probe = None
+            if others and self._allowance >= 0:
+                way, i = min(
+                    others, key=lambda each: self._outlook(turns[each[1]], each[0]).asked_at
+                )
+                self._probe = probe = Probe(turns[i].request.id, way)
+        if probe is None:
+            return None
+        probe.steps -= 1
+        (i,) = _at(probe, turns, others)
+        probe.seconds = self._choice.shares.get(i, 0.0)
+        probe.worth = self._choice.worths.get(i, 0.0)
+        return i
+
+    def _note(self, asked: Sequence[Turn]) -> None:
+        """Those who are asked now, and whether what it takes tells what rounds cost: nobody is
+        asked for the first time or after a pause."""
+        paused = set()
+        for turn in asked:
+            outlook = self._outlook(turn, turn.way)
+            if outlook.asked_at != self._step - 1:
+                paused.add(turn.way)
+            outlook.asked_at = self._step
+            if self._ledgers[turn.way].reads:
+                self._standing(turn.request).read_length = len(turn.request.tokens)
+        self._usual = {turn.way for turn in asked} - paused
 
     def _plain(self, turns: Sequence[Turn]) -> float:
         """Seconds of a pass over the last tokens of these alone: what prompts take in the same pass
@@ -163,10 +232,8 @@ class Plan:
         chances = [_chances(draft) for draft in drafts]
         if any(chances):
             trusted = [
-                chances[i]
-                if turn.request.id in self._question.probes
-                else [self._all.honesty * chance for chance in chances[i]]
-                for i, turn in enumerate(turns)
+                survival if self._probes(turn) else self._trust.correct(survival)
+                for turn, survival in zip(turns, chances, strict=True)
             ]
             drafts = self._buy(turns, trusted, rows, spent)
         self._expect(turns, chances)
@@ -215,13 +282,10 @@ class Plan:
         for turn, survival in zip(turns, chances, strict=True):
             if not turn.budget:
                 continue
-            outlook = self._outlook(turn.request)
-            # however modest a drafter was: a draft that goes on must not grow more certain
-            trusted = [min(1.0, outlook.honesty * chance) for chance in survival]
+            trusted = self._standing(turn.request).trust.correct(survival)
             whole = turn.draft.probs_NV is not None
             worth = worths(trusted, turn.budget, whole, self._price)
-            outlook.expect(worth)
-            self._all.expect(worth)
+            self._ledgers[turn.way].expect(turn.request, worth)
 
     def predict(self, turns: Sequence[Turn]) -> float:
         """Seconds that a step takes beside drafting; 0 where it reads prompts, too."""
@@ -243,27 +307,54 @@ class Plan:
             if turn.draft:
                 assert turn.verdict
                 promised, accepted = sum(turn.draft.survival), len(turn.verdict.path)
-                self._all.settle(promised, accepted)
-                self._outlook(turn.request).settle(promised, accepted)
-        question = self._question
-        if question.usual and question.level is not None:
-            self.rounds.learn(question.level, question.asked, draft_seconds)
+                self._trust.settle(promised, accepted)
+                self._standing(turn.request).trust.settle(promised, accepted)
         self._allowance += PROBES * step_seconds
-        if question.probes:
-            probes = [turn for turn in asked if turn.request.id in question.probes]
-            nodes = sum(len(turn.draft) for turn in probes)
-            self._allowance -= draft_seconds * len(probes) / question.asked + self._row * nodes
+        told = sum(turn.drafting for turn in asked)
+        for way in {turn.way for turn in asked}:
+            group = [turn for turn in asked if turn.way == way]
+            # What it takes to learn from the step is drafting, too.
+            part = sum(turn.drafting for turn in group) / told if told else len(group) / len(asked)
+            if way in self._usual:
+                rounds = self._ledgers[way].rounds
+                rounds.learn(self._choice.level(way), len(group), part * draft_seconds)
+            for turn in group:
+                if self._probes(turn):
+                    self._allowance -= self._price_of_probe(turn, part * draft_seconds / len(group))
         self._allowance = min(0.0, self._allowance)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        self._outlooks.pop(request.id, None)
+        for ledger in self._ledgers:
+            ledger.forget(request)
+        self._standings.pop(request.id, None)
 
-    def _outlook(self, request: Request) -> Outlook:
-        outlook = self._outlooks.get(request.id)
-        if outlook is None:
-            outlook = self._outlooks[request.id] = Outlook(self._all)
-        return outlook
+    def _price_of_probe(self, turn: Turn, seconds: float) -> float:
+        """Seconds that were lost to find out: its drafting and rows or, where it took the place of
+        a better draft, the difference, which is at least the drafting."""
+        probe, choice = self._probe, self._choice
+        assert probe
+        if not probe.seconds:
+            return seconds + self._row * len(turn.draft)
+        worth = self._ledgers[probe.way].worths(turn.request)[choice.level(probe.way)]
+        return seconds + max(0.0, (probe.worth - worth) / choice.rate - probe.seconds)
+
+    def _probes(self, turn: Turn) -> bool:
+        """Whether it is asked only to find out."""
+        probe = self._probe
+        return probe is not None and (probe.request_id, probe.way) == (turn.request.id, turn.way)
+
+    def _standing(self, request: Request) -> Standing:
+        found = self._standings.get(request.id)
+        if found is None:
+            is_off = self._step > self._read_at + IDLE
+            followed = not is_off or request.id % FOLLOWED == 0
+            found = Standing(Trust(self._trust), followed, len(request.tokens))
+            self._standings[request.id] = found
+        return found
+
+    def _outlook(self, turn: Turn, way: int) -> Outlook:
+        return self._ledgers[way].outlook(turn.request)
 
 
 class Static(Plan):
@@ -300,6 +391,11 @@ def _limit(request: Request) -> int:
     if not wanted.enabled:
         return 0
     return max(0, min(MAX_NODES, wanted.max_draft_tokens or MAX_NODES, request.remaining - 1))
+
+
+def _at(probe: Probe, turns: Sequence[Turn], places: Sequence[tuple[int, int]]) -> list[int]:
+    """Where the request of a probe stands among ways and places; nowhere, if it is not there."""
+    return [i for way, i in places if (way, turns[i].request.id) == (probe.way, probe.request_id)]
 
 
 def _chances(draft: Draft) -> list[float]:

@@ -44,13 +44,17 @@ def outcome(turn: Turn) -> Verdict:
 
 
 def taps(batch: Batch, turns: Sequence[Turn], taps_RTD: Tensor) -> list[Tensor]:
-    """For each of `turns`, the tapped hidden states of its rows that stay, [rows, T, hidden]."""
+    """For each of `turns`, the tapped hidden states of its rows that stay, [rows, T, hidden]; none
+    of requests that are not followed."""
     first_row = {}
     end = 0
     for turn in batch.turns:
         first_row[turn.request.id] = end
         end += turn.rows + len(turn.draft)
-    return [_rows(taps_RTD, first_row[turn.request.id], kept(turn)) for turn in turns]
+    return [
+        _rows(taps_RTD, first_row[turn.request.id], kept(turn)) if turn.followed else taps_RTD[:0]
+        for turn in turns
+    ]
 
 
 def _rows(taps_RTD: Tensor, first: int, rows: Sequence[int]) -> Tensor:

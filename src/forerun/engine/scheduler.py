@@ -34,7 +34,9 @@ class Turn:
     budget: int = 0  # nodes its drafter was asked for
     draft: Draft = NOTHING
     verdict: Verdict | None = None  # set where the pass decides
-    followed: bool = True  # the drafter keeps up with the request, and may be asked
+    followed: bool = True  # those who read hidden states keep up with it, and may be asked
+    way: int = -1  # in which way the drafter is asked; -1 asks all of it
+    drafting: float = 0.0  # seconds of the round, shared evenly among those it was for
 
 
 class Clock:
@@ -46,11 +48,12 @@ class Clock:
         self._begin = self._last = perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
-    def lap(self, phase: str) -> None:
-        """What happened since the last lap belongs to `phase`."""
+    def lap(self, phase: str) -> float:
+        """What happened since the last lap belongs to `phase`; how long that was."""
         now = perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now
+        seconds, self._last = now - self._last, now
+        self.seconds[phase] += seconds
+        return seconds
 
     @property
     def total(self) -> float:

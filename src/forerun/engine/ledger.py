@@ -1,0 +1,55 @@
+"""What is known of one way to ask a drafter: what its rounds cost and what its drafts bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.core import Request
+from forerun.engine.outlook import FIRST, LONG_WINDOW, PRIOR, WINDOW, Outlook
+from forerun.engine.rounds import Rounds
+
+STEADY = 2  # times as many drafts tell by how much one way is better than another
+
+
+class Ledger:
+    """reads: whether this way needs hidden states of the target.
+
+    base: another way. By how much this one is better differs less from text to text than what
+    either is worth, so that this is what is learned, and new requests begin with.
+    """
+
+    def __init__(self, reads: bool, base: Ledger | None = None) -> None:
+        self.reads = reads
+        self.rounds = Rounds()
+        self._base = base
+        self._steady = STEADY if base else 1
+        first = [0.0] * len(FIRST) if base else FIRST
+        self.all = Outlook(first, 1, self._steady * LONG_WINDOW)
+        self._outlooks: dict[int, Outlook] = {}
+
+    def outlook(self, request: Request) -> Outlook:
+        """Of drafts of a request or, with a base, of what they are worth beyond the base's."""
+        found = self._outlooks.get(request.id)
+        if found is None:
+            found = Outlook(self.all.worths, self._steady * PRIOR, self._steady * WINDOW)
+            self._outlooks[request.id] = found
+        return found
+
+    def worths(self, request: Request) -> list[float]:
+        """What a draft is expected to be worth, at each level."""
+        worths = self.outlook(request).worths
+        if not self._base:
+            return worths
+        return [low + more for low, more in zip(self._base.worths(request), worths, strict=True)]
+
+    def expect(self, request: Request, worths: Sequence[float]) -> None:
+        """Learn from what a draft promised."""
+        if self._base:
+            base = self._base.worths(request)
+            worths = [each - low for each, low in zip(worths, base, strict=True)]
+        self.outlook(request).expect(worths)
+        self.all.expect(worths)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._outlooks.pop(request.id, None)
