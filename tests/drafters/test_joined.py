@@ -75,14 +75,14 @@ def test_what_both_name_is_one_node() -> None:
     draft = propose(both, request([0]))
     assert list(draft.tokens) == [1, 1]
     assert list(draft.parents) == [-1, 0]
-    assert list(draft.sources) == ["a", "a"]
+    assert list(draft.sources) == ["a+b", "a"]
 
 
-def test_each_node_says_who_believes_most() -> None:
+def test_each_node_says_who_named_it() -> None:
     both = Joined([Knows("a", lambda _: {1: 0.3, 2: 0.2}, depth=1), Knows("b", only(2, 0.5))])
     draft = propose(both, request([0]), budget=2)
     named = {path: draft.sources[n] for n, path in enumerate(_each_path(draft))}
-    assert named[(2,)] == "b"
+    assert named[(2,)] == "a+b"
     assert propose(both, request([0]), budget=0).tokens == ()
 
 

@@ -293,8 +293,8 @@ def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -
     for _ in range(20):
         plan.keep([modest], 1, 0.0)
         plan.learn([modest], 0.0, 10.0, 10.0)
-    outlook = plan._outlook(modest.request)
-    assert outlook.honesty > 1.15
+    assert plan._standing(modest.request).trust.honesty > 1.15
+    outlook = plan._outlook(modest, way=0)
     assert all(worth <= nodes for worth, nodes in zip(outlook.worths, LEVELS, strict=True))
 
 

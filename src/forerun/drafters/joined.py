@@ -29,7 +29,7 @@ NEGLIGIBLE = 0.01  # a path that no source takes to be likelier is not looked at
 NOTHING = -1  # stands for all tokens that no source names
 
 
-# What may follow: its share of the place's total, what that was mixed from, who believes in it.
+# What may follow: its share of the place's total, what that was mixed from, who says what of it.
 Candidate: TypeAlias = tuple[float, Weights, Sequence[float], int]
 
 
@@ -61,6 +61,7 @@ class Joined(Combined):
         self.makes_trees = True
         # Where the target samples, sources are right in other ways than where it is greedy.
         self._mixers = {greedy: Mixer(len(drafters)) for greedy in (True, False)}
+        self._names = _Names(drafters)
         self._calibration = Calibration()
         self._open: dict[int, tuple[int, Place]] = {}
         self._ways = [Some(self, members) for members in _subsets(drafters)]
@@ -121,12 +122,12 @@ class Joined(Combined):
         return replace(honest, sources=self._sources(draft, root))
 
     def _sources(self, draft: Draft, root: Place) -> list[str]:
-        """Who believes most in each node."""
+        """Who named each node."""
         places = {-1: root}
         names = []
         for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
             place = places[parent]
-            names.append(self.drafters[place.candidates[token][-1]].name)
+            names.append(self._names[place.candidates[token][-1]])
             if token in place.behind:
                 places[node] = place.behind[token]
         return names
@@ -141,6 +142,23 @@ class Joined(Combined):
             for token, (share, weights, inputs, _) in place.candidates.items():
                 weights.learn(inputs, share / place.total, token == found)
             place = place.behind.get(truth)
+
+
+class _Names(dict[int, str]):
+    """Those who name a token, as a draft spec would put it, by the pattern of who says what."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__()
+        self._drafters = drafters
+
+    def __missing__(self, pattern: int) -> str:
+        names = [
+            drafter.name
+            for source, drafter in enumerate(self._drafters)
+            if pattern // 3**source % 3 == NAMED
+        ]
+        self[pattern] = found = "+".join(names)
+        return found
 
 
 class Some:
@@ -192,20 +210,17 @@ def _candidates(laws: Sequence[Law], mixer: Mixer, place: Place) -> Iterable[tup
     found = place.candidates
     weights = mixer[speaking]
     total = weights.raw(left)
-    found[NOTHING] = total, weights, left, 0
+    found[NOTHING] = total, weights, left, speaking
     for token in tokens:
         inputs = left.copy()
-        pattern, most, believer = speaking, 0.0, 0
+        pattern = speaking
         for source, named in enumerate(beliefs):
             if token in named:
-                belief = named[token]
-                inputs[source] = score(belief)
+                inputs[source] = score(named[token])
                 pattern += (NAMED - OTHERS) * 3**source
-                if belief > most:
-                    most, believer = belief, source
         weights = mixer[pattern]
         share = weights.raw(inputs)
-        found[token] = share, weights, inputs, believer
+        found[token] = share, weights, inputs, pattern
         total += share
     place.total = total
     return [(token, found[token][0] / total) for token in tokens]

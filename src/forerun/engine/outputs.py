@@ -14,7 +14,7 @@ class Delta:
     index: which of the request's `n` outputs.
     text: the text that became certain; it may lag behind the tokens, by an incomplete UTF-8
         character or by what could be the beginning of a stop string.
-    sources: per token, who proposed it; "" is the target itself.
+    sources: per token, who proposed it, "a+b" if both did; "" is the target itself.
     logprobs: per token; None if none were asked for.
     request_id: the id of the stream's `Request` in the engine.
     """
