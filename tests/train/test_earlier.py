@@ -11,6 +11,7 @@ import torch
 from forerun.errors import ConfigError
 from forerun.models.hub import LoadedModel
 from forerun.train import earlier
+from forerun.train.objectives.base import head_rows
 from forerun.train.recipe import Recipe
 from forerun.train.trainer import Trainer
 from training import target, text
@@ -21,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": {"block": 4, "anchors": 8, "mask_token": 3},
     "medusa": {"heads": 2},
 }
+OUTPUT = {"eagle3": "lm_head.weight", "dflash": "lm_head.weight", "medusa": "lm_heads.0.weight"}
 
 
 class Silent:
@@ -56,6 +58,32 @@ def test_a_run_begins_where_an_earlier_one_ended(
     assert any(not torch.equal(found[name], untrained[name]) for name in kept)
     assert torch.equal(again.objective.vocabulary.ids_U, fresh.objective.vocabulary.ids_U)
     assert again.run().curve[0] < curve[0]
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_an_earlier_draft_may_come_to_propose_more(
+    model: LoadedModel, tmp_path: Path, kind: str
+) -> None:
+    before = trainer(model, tmp_path / "first", kind)
+    before.run()
+    start = str(tmp_path / "first")
+    wider = trainer(model, tmp_path / "second", kind, start=start, draft_vocab=230)
+    known_U = before.objective.vocabulary.ids_U
+    ids_U = wider.objective.vocabulary.ids_U
+    assert len(ids_U) == 230
+    assert torch.isin(known_U, ids_U).all()
+    proposed_U = earlier.proposed(wider.objective.network)
+    assert proposed_U is not None
+    assert torch.equal(proposed_U, ids_U)
+    kept = earlier.read(kind, start, model.target.info.name).state_dict()
+    rows_UC = head_rows(model.target, ids_U)
+    rows_UC[torch.isin(ids_U, known_U)] = kept[OUTPUT[kind]]
+    found = wider.objective.network.state_dict()
+    assert torch.equal(found.pop(OUTPUT[kind]), rows_UC)
+    assert all(torch.equal(found[n], kept[n]) for n in found if found[n].is_floating_point())
+    wider.run()
+    same = trainer(model, tmp_path / "third", kind, start=start, draft_vocab=150)
+    assert torch.equal(same.objective.vocabulary.ids_U, known_U)
 
 
 def test_a_draft_that_is_built_otherwise_is_refused(model: LoadedModel, tmp_path: Path) -> None:

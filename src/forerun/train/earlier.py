@@ -20,7 +20,7 @@ READERS: Mapping[str, tuple[Callable[[Path, torch.dtype, str], nn.Module], type[
     "dflash": (dflash.read, DFlash),
     "medusa": (medusa.read, MedusaHeads),
 }
-NAMES = {"base_model"}  # settings that say nothing about the network
+FREE = {"base_model", "draft_vocab_size"}  # settings in which the two may differ
 
 
 def read(kind: str, name: str, target: str) -> nn.Module:
@@ -48,8 +48,8 @@ def proposed(network: nn.Module) -> Tensor | None:
 
 
 def take_over(network: nn.Module, earlier: nn.Module, name: str) -> None:
-    """Give a new network the numbers of an earlier one. Raises `ConfigError` if it is built
-    otherwise."""
+    """Give a new network the numbers of an earlier one; it may propose more tokens, whose output
+    rows it keeps. Raises `ConfigError` if it is built otherwise."""
     own, theirs = _settings(network), _settings(earlier)
     for setting, value in own.items():
         if theirs[setting] != value:
@@ -57,10 +57,20 @@ def take_over(network: nn.Module, earlier: nn.Module, name: str) -> None:
                 f"{name} was made with {setting} {theirs[setting]}, the new draft has {value}; "
                 "give the recipe that it was trained with"
             )
-    network.load_state_dict(earlier.state_dict())
+    numbers = earlier.state_dict()
+    before_U, after_U = proposed(earlier), proposed(network)
+    if before_U is not None and after_U is not None and len(before_U) < len(after_U):
+        place_U = torch.searchsorted(after_U, before_U)
+        for key, tensor in network.state_dict().items():
+            if tensor.shape != numbers[key].shape:  # something of every token
+                wider = tensor.clone()
+                if tensor.is_floating_point():
+                    wider[place_U] = numbers[key]
+                numbers[key] = wider
+    network.load_state_dict(numbers)
 
 
 def _settings(network: nn.Module) -> dict[str, Any]:
     settings: Any = network.settings if isinstance(network, Eagle3) else network.config
     found: dict[str, Any] = settings.model_dump()
-    return {name: value for name, value in found.items() if name not in NAMES}
+    return {name: value for name, value in found.items() if name not in FREE}

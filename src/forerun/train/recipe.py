@@ -24,7 +24,8 @@ class Recipe(Settings):
     One of them is given. batch: texts in a step, over all processes together.
     max_length: tokens of a text. held_out: share of the prompts that is not trained on.
     draft_vocab: tokens that the draft may propose.
-    start: an earlier draft to begin with, whose tokens are kept; None: the target's own layers.
+    start: an earlier draft to begin with, whose tokens are kept and filled up to draft_vocab; None:
+    the target's own layers.
     warmup: share of the steps; decay: share at the end over which wsd sinks, cosine sinks from the
     warm-up on; both to final_lr of lr.
     cache: keep hidden states in files while the run lasts, instead of computing them each time.

@@ -189,19 +189,22 @@ class Trainer:
         return objective
 
     def _vocabulary(self, known_U: Tensor | None) -> Vocabulary:
-        """What the draft may propose. known_U: what the draft that it begins with does."""
+        """What the draft may propose. known_U: what the draft that it begins with does; it may
+        propose more now, never less."""
         recipe, size = self.recipe, self.model.target.info.vocab_size
-        if known_U is None and (
-            recipe.start or recipe.draft_vocab == "all" or recipe.draft_vocab >= size
-        ):
+        wanted = size if recipe.draft_vocab == "all" else recipe.draft_vocab
+        if wanted >= size or (recipe.start and known_U is None):
             return vocabulary.full(size)
         counts_V = vocabulary.count(self.train, size)
         if known_U is not None:
-            return vocabulary.given(known_U, counts_V)
-        assert isinstance(recipe.draft_vocab, int)
-        marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
-        always = vocabulary.controls(list(marks), self.model.stop_ids)
-        return vocabulary.choose(counts_V, recipe.draft_vocab, always)
+            always = frozenset(known_U.tolist())
+            wanted = max(wanted, len(always))
+        else:
+            marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
+            always = vocabulary.controls(list(marks), self.model.stop_ids)
+        return vocabulary.choose(
+            counts_V, wanted if known_U is None else max(wanted, len(known_U)), always
+        )
 
     def _prepare(self) -> None:
         objective = self.objective
