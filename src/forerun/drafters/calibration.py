@@ -27,11 +27,11 @@ class _Ratio:
         self.value = 1.0
         self.memory = memory
 
-    def learn(self, probability: float, right: bool) -> None:
+    def learn(self, expected: float, right: int) -> None:
         if self.expected > self.memory:
             self.right *= 0.5
             self.expected *= 0.5
-        self.expected += probability
+        self.expected += expected
         self.right += right
         self.value = self.right / self.expected
 
@@ -112,12 +112,16 @@ class Calibration:
         own = self._requests.get(request.id)
         if own is None:
             own = self._requests[request.id] = _Ratio(REQUEST_MEMORY)
+        expected, found = 0.0, 0
         for node, right in outcomes(draft, request.tokens[length:]):
-            bin = int(beliefs[node] * BINS)
+            belief = beliefs[node]
+            bin = int(belief * BINS)
             shared = self._bins[bin]
-            own.learn(min(MOST, beliefs[node] * shared.value), right)
-            shared.learn(beliefs[node], right)
+            expected += min(MOST, belief * shared.value)
+            found += right
+            shared.learn(belief, right)
             self.ratios[bin] = shared.value
+        own.learn(expected, found)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -111,6 +111,7 @@ class EagleDrafter(Drafter):
         self.makes_trees = self._top_k > 1
         self._followers: dict[int, Follower] = {}
         self._calibration = Calibration()
+        self._rules = Rules(self._top_k, self._calibration.ratios, MOST)
 
     @classmethod
     def look(cls, options: Settings, known: Known) -> None:
@@ -238,14 +239,13 @@ class EagleDrafter(Drafter):
 
     def _round(self, lanes: Sequence[Lane], rounds: EagleRounds) -> list[Draft]:
         """All of that in one call."""
-        rules = Rules(self._top_k, self._calibration.ratios, MOST)
         starts = [self._start(lane) for lane in lanes]
         wanted = [
             Wanted(lane.nodes, lane.request.stop_ids, self._calibration.ratio(lane.request))
             for lane in lanes
         ]
         drafts = []
-        drafted = rounds.draft(starts, wanted, rules, self._min_prob)
+        drafted = rounds.draft(starts, wanted, self._rules, self._min_prob)
         for lane, (draft, beliefs) in zip(lanes, drafted, strict=True):
             self._committed(lane.follower)
             self._calibration.remember(lane.request, draft, beliefs)

@@ -38,6 +38,7 @@ class ParallelDrafter(Drafter):
         self._ids_U = ids_U
         self._top_k = min(top_k, self._target.info.vocab_size if ids_U is None else len(ids_U))
         self._nodes = nodes
+        self._rules = Rules(self._top_k, self._calibration.ratios, MOST)
         self.makes_trees = top_k > 1
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
@@ -93,10 +94,9 @@ class ParallelDrafter(Drafter):
             Wanted(most, request.stop_ids, calibration.ratio(request))
             for request, most in zip(requests, nodes, strict=True)
         ]
-        rules = Rules(self._top_k, calibration.ratios, MOST)
         drafts = []
-        for request, drafted in zip(requests, self._round(requests, wanted, rules), strict=True):
-            draft, beliefs = drafted
+        drafted = self._round(requests, wanted, self._rules)
+        for request, (draft, beliefs) in zip(requests, drafted, strict=True):
             calibration.remember(request, draft, beliefs)
             drafts.append(draft)
         return drafts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from forerun.core import Draft
@@ -12,18 +13,7 @@ from forerun.errors import CapacityError
 from forerun.models.compiled import Compiled, PackedMatrix
 from forerun.models.target import OpenTarget
 
-Drafted = tuple[Draft, list[float]]  # with honest survival; the belief in each node
-
-
-class Rules(NamedTuple):
-    """How beliefs become chances, as in `Calibration`. width: candidates of a place.
-
-    ratios: per bin of beliefs and one more, by which they are multiplied. most: the largest chance.
-    """
-
-    width: int
-    ratios: array[float]
-    most: float
+Drafted = tuple[Draft, Sequence[float]]  # with honest survival; the belief in each node
 
 
 class Wanted(NamedTuple):
@@ -31,12 +21,12 @@ class Wanted(NamedTuple):
     request are multiplied."""
 
     nodes: int
-    ends: Collection[int]
+    ends: frozenset[int]
     ratio: float
 
 
-class RulesOfRound(ctypes.Structure):
-    """Mirror of `Rules` in kernels/rounds.h."""
+class Rules(ctypes.Structure):
+    """How beliefs become chances, as in `Calibration`; mirror of `Rules` in kernels/rounds.h."""
 
     _fields_ = (
         ("width", ctypes.c_int32),
@@ -44,6 +34,12 @@ class RulesOfRound(ctypes.Structure):
         ("most", ctypes.c_double),
         ("ratios", ctypes.c_void_p),
     )
+
+    def __init__(self, width: int, ratios: array[float], most: float) -> None:
+        """width: candidates of a place. ratios: per bin of beliefs and one more, by which they are
+        multiplied; read anew in every round. most: the largest chance."""
+        super().__init__(width, len(ratios) - 1, most, ratios.buffer_info()[0])
+        self._ratios = ratios  # keeps alive what the address points to
 
 
 class Tree(ctypes.Structure):
@@ -77,7 +73,6 @@ class Rounds:
     def __init__(self, backend: Compiled) -> None:
         self._lib = backend.lib
         self._nodes = _Nodes(0)
-        self._rules = RulesOfRound()
         self.seconds = 0.0
 
     def _run(
@@ -89,14 +84,11 @@ class Rounds:
         *starts: Any,
     ) -> list[Drafted]:
         """What a compiled function drafts. starts: what it takes behind the rules."""
-        to, ratios = self._rules, rules.ratios
-        to.width, to.bins, to.most = rules.width, len(ratios) - 1, rules.most
-        to.ratios = ratios.buffer_info()[0]
-        ends = array("q", [token for each in wanted for token in each.ends])
+        ends = [_laid_out(each.ends) for each in wanted]
         trees = self._trees(wanted, ends)
         self.seconds = round(
             ctypes.addressof(network),
-            ctypes.addressof(to),
+            ctypes.addressof(rules),
             *starts,
             trees,
             self._nodes.room_at,
@@ -106,14 +98,12 @@ class Rounds:
             raise CapacityError("no memory for a round of drafting; ask for fewer requests at once")
         return [self._nodes.drafted(tree.first, tree.first + tree.count) for tree in trees]
 
-    def _trees(self, wanted: Sequence[Wanted], ends: array[int]) -> ctypes.Array[Tree]:
-        """The trees as compiled code is asked for them, with room for their nodes. ends: those of
-        all, one after the other."""
+    def _trees(self, wanted: Sequence[Wanted], ends: Sequence[array[int]]) -> ctypes.Array[Tree]:
+        """The trees as compiled code is asked for them, with room for their nodes."""
         trees: list[Any] = []  # tuples, which ctypes makes structures of
-        ends_at, nodes = ends.buffer_info()[0], 0
-        for each in wanted:
-            trees.append((each.nodes, len(each.ends), ends_at, each.ratio, nodes))
-            ends_at += ends.itemsize * len(each.ends)
+        nodes = 0
+        for each, tokens in zip(wanted, ends, strict=True):
+            trees.append((each.nodes, len(tokens), tokens.buffer_info()[0], each.ratio, nodes))
             nodes += each.nodes
         if nodes > self._nodes.count:
             self._nodes = _Nodes(nodes)
@@ -140,7 +130,12 @@ class _Nodes:
             self._parents[begin:end].tolist(),
             self._survival[begin:end].tolist(),
         )
-        return draft, self._beliefs[begin:end].tolist()
+        return draft, self._beliefs[begin:end]
+
+
+@lru_cache(maxsize=64)
+def _laid_out(tokens: frozenset[int]) -> array[int]:
+    return array("q", tokens)
 
 
 def lent_head(target: OpenTarget) -> PackedMatrix | None:
