@@ -93,7 +93,7 @@ class AutoregressiveDrafter(Drafter):
         while len(rows := lane.pending) > CHUNK:
             segment = Segment(lane.span, rows[:CHUNK], logits_from=CHUNK)
             self._model.forward([segment], self._store, layers=self._layers)
-            self._store.commit(lane.span, range(CHUNK))
+            self._store.extend(lane.span, CHUNK)
 
     def _feed(self, lanes: Sequence[Lane]) -> Tensor:
         """Feed what is pending; logits [N, V] of the last row of each lane, in the target's V."""
@@ -103,7 +103,7 @@ class AutoregressiveDrafter(Drafter):
             segments.append(Segment(lane.span, rows, logits_from=len(rows) - 1))
         logits_NV = self._model.forward(segments, self._store, layers=self._layers).logits_NV
         for segment in segments:
-            self._store.commit(segment.span, range(len(segment.tokens)))
+            self._store.extend(segment.span, len(segment.tokens))
         missing = self._vocab_size - logits_NV.shape[-1]
         if missing:  # models of one family pad their vocabularies to different sizes
             logits_NV = torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)

@@ -191,7 +191,7 @@ class DFlashDrafter(ParallelDrafter):
 
     def _settled(self, context: Context) -> None:
         """All that waited has its keys and values."""
-        self._runner.store.commit(context.span, range(context.unsettled))
+        self._runner.store.extend(context.span, context.unsettled)
         context.waiting.clear()
         context.unsettled = 0
 

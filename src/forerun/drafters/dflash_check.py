@@ -64,7 +64,7 @@ def _continued(
     while len(tokens) < len(prompt) + LENGTH:
         rows = tokens[span.length :]
         result = target.forward([Segment(span, rows, logits_from=len(rows) - 1)], store, taps)
-        store.commit(span, range(len(rows)))
+        store.extend(span, len(rows))
         tokens += sampling.argmax(result.logits_NV)
         assert result.taps_RTD is not None
         found.append(result.taps_RTD)

@@ -231,7 +231,7 @@ class EagleDrafter(Drafter):
 
     def _committed(self, follower: Follower) -> None:
         """All that was waiting has its rows."""
-        self._runner.store.commit(follower.span, range(follower.unfed))
+        self._runner.store.extend(follower.span, follower.unfed)
         follower.waiting.clear()
         follower.unfed = 0
 

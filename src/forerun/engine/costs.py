@@ -187,5 +187,5 @@ def _blank(store: KVStore, load: Load) -> Span:
     store.reserve(span, load.prefix + load.rows)
     if load.prefix:
         store.kv[:, :, :, span.base : span.base + load.prefix] = 0
-        store.commit(span, range(load.prefix))
+        store.extend(span, load.prefix)
     return span

@@ -197,7 +197,7 @@ def _continued(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> list[lis
         ]
         said = sampling.argmax(model.target.forward(segments, store).logits_NV)
         for span, rows, text, token in zip(spans, new, texts, said, strict=True):
-            store.commit(span, range(len(rows)))
+            store.extend(span, len(rows))
             text.append(token)
     return texts
 

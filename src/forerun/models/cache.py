@@ -92,6 +92,11 @@ class KVStore:
         self._pack_before(span)
         assert self._grow_in_place(span, needed) or self._move(span, needed)
 
+    def extend(self, span: Span, rows: int) -> None:
+        """Keep the first so many rows of the last pass of a span."""
+        span.length += rows
+        assert span.length <= span.capacity
+
     def commit(self, span: Span, path: Sequence[int]) -> None:
         """Keep the rows `path` (indices into the rows of the last pass, ascending) of a span."""
         start = span.base + span.length
@@ -99,8 +104,7 @@ class KVStore:
         if moved < len(path):
             source = torch.tensor([start + row for row in path[moved:]], device=self.kv.device)
             self.kv[:, :, :, start + moved : start + len(path)] = self.kv[:, :, :, source]
-        span.length += len(path)
-        assert span.length <= span.capacity
+        self.extend(span, len(path))
 
     def truncate(self, span: Span, length: int) -> None:
         """Forget all committed slots from `length` on."""

@@ -81,7 +81,7 @@ def _chain(decoder: Decoder, tokens: list[int], chunks: list[int]) -> Tensor:
     for size in chunks:
         part = tokens[span.length : span.length + size]
         parts.append(_run(decoder, store, [Segment(span, part)]))
-        store.commit(span, range(len(part)))
+        store.extend(span, len(part))
     return torch.cat(parts)
 
 
@@ -104,7 +104,7 @@ def _trees_agree(decoder: Decoder) -> bool:
     store = decoder.new_store(ROWS + 128)
     span = store.open()
     _run(decoder, store, [Segment(span, prefix)])
-    store.commit(span, range(len(prefix)))
+    store.extend(span, len(prefix))
     parents = [-1, *range(len(first) - 1), -1, *range(len(first), ROWS - len(prefix) - 1)]
     tree = _run(decoder, store, [Segment(span, first + second, parents)])
     chains = [
