@@ -84,6 +84,7 @@ def test_every_key_of_vllm_leads_to_an_option() -> None:
         ("model", "'model' needs its model; write model:MODEL"),
         ("model:a,model=b", "names its model twice; remove one"),
         ("skip:k=3", "'skip' needs its layers; write skip:LAYERS"),
+        ("corpus", "write corpus:FILE, or corpus:smollm2-135m, which ships"),
         ("skip:two", "SkipOptions: layers: .*integer"),
         ("auto:k=4", "auto has no options; to set those of a drafter, name it"),
         ("autos", "did you mean 'auto'"),

@@ -17,6 +17,7 @@ from forerun.drafters.skip import SkipLayers
 from forerun.drafters.spec import AUTO, DrafterSpec, parse
 from forerun.drafters.suffix import Suffix
 from forerun.errors import ConfigError
+from forerun.interop.shipped import every
 
 __all__ = ["DRAFTERS", "DraftContext", "Drafter", "check", "make_drafter"]
 
@@ -92,8 +93,9 @@ def _options(kind: type[Drafter], part: DrafterSpec) -> Settings:
             raise ConfigError(f"drafter '{kind.name}' names its {kind.argument} twice; remove one")
         values[kind.argument] = part.argument
     if kind.argument is not None and kind.argument not in values:
+        ships = [f", or {k}:{model}, which ships" for k, model, _ in every() if k == kind.name]
         raise ConfigError(
             f"drafter '{kind.name}' needs its {kind.argument}; "
-            f"write {kind.name}:{kind.argument.upper()}"
+            f"write {kind.name}:{kind.argument.upper()}{''.join(ships)}"
         )
     return kind.options(**values)
