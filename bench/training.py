@@ -1,6 +1,6 @@
 """Where the time of a training step goes, and what the loop costs beside the bare passes.
 
-    python -m bench.training eagle3 --steps 5
+    python -m bench.training eagle3 --steps 5      # or dflash, medusa, ...
 
 Random texts on SmolLM2. `bare` is forward and backward of the loss over states that have been
 captured already; `loop` is a whole step of the trainer with kept states: the same and everything
