@@ -14,7 +14,8 @@ from forerun import sampling
 from forerun.core import Request, SamplingParams, StepStats, TokenLogprobs
 from forerun.drafters.base import Drafter
 from forerun.engine import rows
-from forerun.engine.costs import Costs, measure
+from forerun.engine.cost_file import measure
+from forerun.engine.costs import Costs
 from forerun.engine.emit import Generation
 from forerun.engine.outputs import Delta
 from forerun.engine.plan import Plan, Static
@@ -39,7 +40,8 @@ class Engine:
     stop_ids: the model's own end-of-sequence tokens.
     max_num_seqs: sequences that run at once; max_batch_rows: tokens in one pass.
     static: check all that is drafted; otherwise as much as pays.
-    costs: of a pass by its rows; None measures them, where they are needed, in a few passes.
+    costs: of a pass by its rows; None measures them, where they are needed, in a few passes,
+        or takes what was measured before.
     Raises `ConfigError` for parts that do not fit each other.
     """
 
