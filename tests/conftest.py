@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from forerun.models import packaged
 
 REAL_MODEL = "smollm2-135m"
+
+os.environ["FORERUN_COSTS"] = "0"  # what tiny models cost is not worth keeping
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,12 +25,15 @@ BINS = 10  # of survival, from 0 to 1
 class Speculation(Settings):
     """What a request allows of drafting. enabled: whether it may be drafted for at all.
 
-    max_draft_tokens: most tokens drafted for one pass; None leaves it to the plan.
+    draft: the name of one of the drafters that the engine was loaded with, which alone is asked, or
+    `none`; None asks whom the plan takes. max_draft_tokens: most tokens drafted for one pass; None
+    leaves it to the plan.
     """
 
     title = "speculation"
 
     enabled: bool = True
+    draft: str | None = None
     max_draft_tokens: Annotated[int, Field(ge=1)] | None = None
 
 

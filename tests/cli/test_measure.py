@@ -285,3 +285,40 @@ def test_a_trace_needs_one_draft_and_the_text_of_plain_decoding(
     arguments = ["bench", "--model", model, "--draft", "suffix", *more]
     assert main([*arguments, "--trace", str(tmp_path / "t.jsonl")]) == 1
     assert "--trace records one --draft" in capsys.readouterr().err
+
+
+def test_a_sweep_goes_to_a_file_and_goes_on(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("forerun.tune.sweep.BUILT_IN", ("chat",))
+    monkeypatch.setattr("forerun.tune.sweep.BATCHES", (2,))
+    monkeypatch.setattr("forerun.tune.sweep.TOKENS", 6)
+    file = tmp_path / "sweep.jsonl"
+    command = ["bench", "--model", model, "--dtype", "float32", "--device", "cpu"]
+    command += ["--sweep", str(file), "--budget", "1s"]
+    assert main(command) in (0, 1)  # a machine may be slow
+    out, err = capsys.readouterr()
+    assert "12 cells, 0 begun" in err
+    assert "Texts that are not those of plain decoding: 0." in out
+    first = file.read_text()
+    assert main(command) in (0, 1)
+    assert file.read_text().startswith(first)
+    assert len(first.splitlines()) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sweep", "s.jsonl", "--draft", "ngram"], "leave out --draft"),
+        (["--sweep", "s.jsonl", "--json", "x.json"], "leave out --json"),
+        (["--budget", "1h"], "--budget says how long --sweep may take"),
+        (["--sweep", "."], ". is a folder"),
+    ],
+)
+def test_what_a_sweep_cannot_be_told(
+    capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["bench", "--model", "/no/such/model", *options]) == 1
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

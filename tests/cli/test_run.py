@@ -142,7 +142,8 @@ def test_show_drafts_colours_the_same_text(capsys: pytest.CaptureFixture[str], m
     plain = Run(capsys, *options).out
     shown = Run(capsys, *options, "--show-drafts")
     assert re.sub(r"\x1b\[\d+m", "", shown.out) == plain
-    legend, figures = shown.err.splitlines()
+    legend, figures, costs = shown.err.splitlines()
+    assert costs == "costs of passes: measured"
     assert "model itself" in legend
     assert figures.startswith("60 tokens in ")
     for name in ("tok/s", "mean acceptance length", "acceptance rate", "tokens per pass"):

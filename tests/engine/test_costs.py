@@ -9,7 +9,7 @@ import pytest
 
 from fakes import FakeTarget, random_rule
 from forerun.engine import costs as module
-from forerun.engine.costs import Costs, Load, fit, loads, measure, sample
+from forerun.engine.costs import Costs, Load, fit, loads, sample
 from forerun.models.target import Segment
 
 
@@ -70,17 +70,6 @@ def test_measured_costs_follow_the_machine_and_given_ones_do_not() -> None:
     assert given[1] == 1.0
     costs.correct(1.2, 100.0)  # an interruption
     assert costs[1] < 1.26
-
-
-def test_a_target_is_measured_once_and_the_store_is_left_as_it_was() -> None:
-    target = FakeTarget(random_rule())
-    store = target.new_store(128)
-    first = measure(target, store)
-    assert {1, 8, 32} <= set(target.passes)
-    assert store.free_slots == store.slots
-    passes = len(target.passes)
-    assert measure(target, store)[8] == first[8]
-    assert len(target.passes) == passes
 
 
 def test_loads_fit_into_the_store() -> None:

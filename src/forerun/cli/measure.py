@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from forerun.cli import options
 from forerun.cli.options import option
+from forerun.cli.sweep import BUDGET, check_options, sweep
 from forerun.errors import ConfigError
 from forerun.tune.workloads import Workload, load_workload
 
@@ -20,6 +23,7 @@ PIPE_WIDTH = 160  # columns of the table where there is no terminal to fit it to
 
 
 def bench(
+    context: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     draft: Annotated[
         list[str],
@@ -65,16 +69,31 @@ def bench(
             metavar="FILE",
         ),
     ] = None,
+    sweep_file: Annotated[
+        Path | None,
+        option(
+            "Instead: is any draft slower than plain decoding, on any workload, at any batch size "
+            "or temperature? A sample of cells, measured in pairs, which go to this file; a run "
+            "that was stopped goes on. Ends with 1 where a cell is below 0.97 of plain.",
+            "--sweep",
+            metavar="FILE",
+        ),
+    ] = None,
+    budget: Annotated[
+        str, option("How long a sweep may take, as 10m or 1h.", metavar="TIME")
+    ] = BUDGET,
     kv_tokens: options.KvTokens = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-) -> None:
+) -> int:
     """Measure drafts beside plain decoding.
 
     \b
         forerun bench --draft ngram --draft suffix --workload code-edit
         forerun bench --draft model:org/small --workload mine.jsonl --batch 1,8 --html report.html
+        forerun bench --sweep sweep.jsonl --budget 1h
     """
+    check_options(context, sweep_file is not None)
     workloads = _load_workloads(workload, prompts)
     specs = [options.draft_spec(spec, None) for spec in draft]
     sizes = options.sizes("--batch", batch)
@@ -87,14 +106,17 @@ def bench(
         ignore_eos=ignore_eos,
         max_tokens=max_tokens,
     )
-    options.check_files(json_file, html_file, trace_file)
+    options.check_files(json_file, html_file, trace_file, sweep_file)
 
+    from forerun.engine.cost_file import source
     from forerun.engine.llm import LLM
     from forerun.models import hub
     from forerun.tune.bench import Bench, Setting
     from forerun.tune.meta import describe
     from forerun.verify import make_verifier
 
+    if sweep_file:
+        return sweep(hub.load(model, dtype, device), sweep_file, seed, budget, kv_tokens)
     judge = make_verifier(verifier)
     if trace_file and (len(specs) > 1 or verifier != "follow"):
         raise ConfigError("--trace records one --draft, and under the verifier follow alone")
@@ -119,10 +141,12 @@ def bench(
     try:
         _run(bench)
     finally:  # also what was finished before Ctrl-C or an error
+        meta["costs"] = source(loaded.target)
         if rows := bench.rows():
             _show(rows, meta, json_file, html_file)
     if trace_file:
         _record(bench, start(specs[0], sizes[0], True), trace_file)
+    return 0
 
 
 def _run(bench: Bench) -> None:

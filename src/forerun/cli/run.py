@@ -106,6 +106,7 @@ def generate(
         raise ConfigError("--logprobs needs a place to go: add --json")
     conversation = _conversation(_stdin() if prompt == "-" else prompt, system)
 
+    from forerun.engine.cost_file import source
     from forerun.engine.llm import LLM
     from forerun.models import hub
     from forerun.verify import make_verifier
@@ -129,12 +130,15 @@ def generate(
             "static": static,
             "verifier": verifier,
             "seed": params.seed,
+            "costs": source(loaded.target),
         }
         print(json.dumps(asked | answer.to_dict(), ensure_ascii=False))
     else:
         answer.print_others()
     if painter:
         print(painter.legend(), answer.figures(), sep="\n", file=sys.stderr)
+        if costs := source(loaded.target):
+            print(f"costs of passes: {costs}", file=sys.stderr)
     if answer.interrupted:
         raise KeyboardInterrupt
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,16 +101,6 @@ class Costs:
         stays. The engine's own work for a step comes in here, too."""
         if self._learns:
             self.factor *= 1 + RATE * min(MOST, max(-MOST, measured / predicted - 1))
-
-
-_known: weakref.WeakKeyDictionary[Target, dict[Load, float]] = weakref.WeakKeyDictionary()
-
-
-def measure(target: Target, store: KVStore) -> Costs:
-    """Time passes over scratch rows, once for a target; leaves the store as it was."""
-    if target not in _known:
-        _known[target] = sample(target, store, loads(min(store.free_slots, target.info.max_length)))
-    return fit(_known[target])
 
 
 def loads(slots: int) -> list[Load]:

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from forerun import sampling
+from forerun.config import nearest
 from forerun.core import Request, SamplingParams, StepStats, TokenLogprobs
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, Way
 from forerun.engine import rows
-from forerun.engine.costs import Costs, measure
+from forerun.engine.choices import Choices, members
+from forerun.engine.cost_file import measure
+from forerun.engine.costs import Costs
 from forerun.engine.emit import Generation
 from forerun.engine.outputs import Delta
 from forerun.engine.plan import Plan, Static
@@ -39,7 +42,8 @@ class Engine:
     stop_ids: the model's own end-of-sequence tokens.
     max_num_seqs: sequences that run at once; max_batch_rows: tokens in one pass.
     static: check all that is drafted; otherwise as much as pays.
-    costs: of a pass by its rows; None measures them, where they are needed, in a few passes.
+    costs: of a pass by its rows; None measures them, where they are needed, in a few passes,
+        or takes what was measured before.
     Raises `ConfigError` for parts that do not fit each other.
     """
 
@@ -66,12 +70,13 @@ class Engine:
         self.scheduler = Scheduler(store, max_num_seqs, max_batch_rows)
         self.max_length = min(target.info.max_length, store.slots)
         self.stats = StepStats()
+        self._members = members(drafter)
         self._generations: dict[int, Generation] = {}
         self._ids = itertools.count()
         if drafter:
             _check_taps(drafter, target)
             reads = [bool(way.taps) for way in drafter.ways]
-            self.plan = Static() if static else Plan(costs or measure(target, store), reads)
+            self.plan: Plan = Static() if static else Plan(costs or measure(target, store), reads)
 
     @property
     def busy(self) -> bool:
@@ -85,6 +90,7 @@ class Engine:
         that can never be served, `ConfigError` for parameters that do not suit the model.
         """
         self.check(prompt, params)
+        params = self._choose(params)
         room = self.max_length - len(prompt)
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
@@ -115,6 +121,23 @@ class Engine:
         sampling.check_vocabulary(params, self.target.info.vocab_size)
         if params.stop and not self.tokenizer:
             raise ConfigError("stop strings need a tokenizer; use stop_token_ids instead")
+        draft = params.speculation.draft
+        if draft is not None and draft not in (names := ["none", *self._members]):
+            raise ConfigError(f"no draft '{draft}' was loaded; {nearest(draft, names)}")
+
+    def _choose(self, params: SamplingParams) -> SamplingParams:
+        """The same, with a draft only where it is one of several."""
+        wanted = params.speculation
+        if wanted.draft is None:
+            return params
+        changed: dict[str, object] = {}
+        if wanted.draft == "none":
+            changed = {"draft": None, "enabled": False}
+        elif len(self._members) == 1:
+            changed = {"draft": None}
+        elif not isinstance(self.plan, Choices):
+            self.plan = Choices(self.plan, self._members)
+        return params.model_copy(update={"speculation": wanted.model_copy(update=changed)})
 
     def abort(self, request_id: int) -> None:
         """End a request now: it brings no more deltas. Ids of ended requests are ignored."""
@@ -165,15 +188,23 @@ class Engine:
         for turn, budget in zip(turns, budgets, strict=True):
             turn.budget = self._make_room(turn, budget)
         batch.clock.lap("draft")
-        for way in {turn.way for turn in batch.asked}:
-            asked = [turn for turn in batch.asked if turn.way == way]
+        groups: dict[Way, list[Turn]] = {}
+        for turn in batch.asked:
+            groups.setdefault(self._drafter_of(turn).ways[turn.way], []).append(turn)
+        for way, asked in groups.items():
             requests = [turn.request for turn in asked]
-            drafts = self.drafter.ways[way].propose(requests, [turn.budget for turn in asked])
+            drafts = way.propose(requests, [turn.budget for turn in asked])
             seconds = batch.clock.lap("draft")
             for turn, draft in zip(asked, drafts, strict=True):
                 assert len(draft) <= turn.budget, "a draft is larger than its budget"
                 turn.draft = draft
                 turn.drafting = seconds / len(asked)
+
+    def _drafter_of(self, turn: Turn) -> Drafter:
+        """All of the drafter, or the one of several that the request wants."""
+        assert self.drafter
+        name = turn.request.params.speculation.draft
+        return self.drafter if name is None else self._members[name]
 
     def _make_room(self, turn: Turn, budget: int) -> int:
         """Reserve slots for up to `budget` nodes, as many as fit; nobody is preempted for them.
@@ -250,8 +281,7 @@ class Engine:
         assert turn.verdict
         if not turn.verdict.path:
             return [""]
-        assert self.drafter
-        sources = turn.draft.sources or [self.drafter.name] * len(turn.draft)
+        sources = turn.draft.sources or [self._drafter_of(turn).name] * len(turn.draft)
         return [*(sources[node] for node in turn.verdict.path), ""]
 
     def _learn(self, batch: Batch, result: Forward) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from forerun.core import SamplingParams, StepStats
-from forerun.drafters import DraftContext, make_drafter
+from forerun.drafters import DraftContext, Drafter, make_drafter
 from forerun.engine.emit import Generation
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import Completion, Delta, RequestOutput
@@ -40,8 +40,8 @@ class LLM:
         llm.generate("Once upon a time", SamplingParams(max_tokens=64, temperature=0))
 
     model: a folder, a .gguf file, a packaged model, a Hub id, or a model already loaded.
-    draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`, `auto`; None for
-        none.
+    draft: a draft spec such as `ngram`, `suffix`, `model:ID`, `suffix+model:ID`, `auto`; or a
+        drafter of one's own; None for none.
     static: check all that the draft proposes, even where less would be faster.
     verifier: `follow` (the text of plain decoding), `rejection` (its law), `typical` (lossy).
     max_num_seqs: sequences that run at once. max_batch_rows: tokens in one pass.
@@ -52,7 +52,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | LoadedModel,
-        draft: str | None = None,
+        draft: str | Drafter | None = None,
         verifier: str = "follow",
         dtype: str = "auto",
         device: str = "auto",
@@ -84,7 +84,7 @@ class LLM:
             loaded.target,
             store=store,
             verifier=judge,
-            drafter=None if draft is None else make_drafter(draft, context),
+            drafter=make_drafter(draft, context) if isinstance(draft, str) else draft,
             tokenizer=loaded.tokenizer,
             stop_ids=loaded.stop_ids,
             max_num_seqs=max_num_seqs,

@@ -184,8 +184,10 @@ class Bench:
                 begin = time.perf_counter()
                 outputs[spec] = engines[spec].generate(group, params)
                 seconds[spec] = time.perf_counter() - begin
+                if len(seconds) == len(self.specs):
+                    peak = peak_rss_mb()
+                    self.rounds.append(Round(workload, batch, place, outputs, seconds, peak))
                 yield f"{workload}, batch {batch}, {spec}"
-            self.rounds.append(Round(workload, batch, place, outputs, seconds, peak_rss_mb()))
 
     def _warm_up(self, engine: Engine, batch: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)

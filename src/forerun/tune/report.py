@@ -96,8 +96,9 @@ def summary(rows: Sequence[Row], meta: dict[str, Any]) -> str:
     best = max(drafted, key=lambda row: row.speedup)
     compared = sum(row.prompts_compared for row in drafted)
     same = sum(row.identical for row in drafted)
+    costs = f" Costs of passes: {meta['costs']}." if meta["costs"] else ""
     return (
         f"Largest speed-up: {best.speedup:.2f}x, {best.spec} on {best.workload} at batch "
         f"{best.batch}. Same tokens as plain decoding: {same} of {compared} answers; "
-        f"{meta['promise']}."
+        f"{meta['promise']}.{costs}"
     )

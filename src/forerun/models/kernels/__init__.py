@@ -125,7 +125,7 @@ def _compiled(command: list[str]) -> Path:
     key = hashlib.sha256()
     for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes())
-    for part in (torch.__version__, *command, _processor()):
+    for part in (torch.__version__, *command, processor()):
         key.update(part.encode())
     built = cache_folder() / "kernels" / f"{key.hexdigest()[:16]}.so"
     if built.exists():
@@ -150,7 +150,7 @@ def _openmp() -> list[str]:
     return ["-fopenmp", *map(str, bundled[:1])]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What `-march=native` stands for here."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
