@@ -9,6 +9,7 @@ from forerun.engine.outlook import FIRST, LONG_WINDOW, PRIOR, WINDOW, Outlook
 from forerun.engine.rounds import Rounds
 
 STEADY = 2  # times as many drafts tell by how much one way is better than another
+CATCH_UPS = 8  # remembered
 
 
 class Ledger:
@@ -26,6 +27,9 @@ class Ledger:
         first = [0.0] * len(FIRST) if base else FIRST
         self.all = Outlook(first, 1, self._steady * LONG_WINDOW)
         self._outlooks: dict[int, Outlook] = {}
+        self.probed_at = -1  # the last step in which it was asked for only to find out
+        self._catch_ups = 0
+        self._catch_up = 0.0  # seconds for each token
 
     def outlook(self, request: Request) -> Outlook:
         """Of drafts of a request or, with a base, of what they are worth beyond the base's."""
@@ -49,6 +53,15 @@ class Ledger:
             worths = [each - low for each, low in zip(worths, base, strict=True)]
         self.outlook(request).expect(worths)
         self.all.expect(worths)
+
+    def catch_up(self, tokens: int) -> float:
+        """Seconds that a round takes longer behind so many tokens that it has not read."""
+        return self._catch_up * tokens
+
+    def learn_catch_up(self, tokens: int, seconds: float) -> None:
+        """A round took so much longer than usual behind so many tokens."""
+        self._catch_ups = min(self._catch_ups + 1, CATCH_UPS)
+        self._catch_up += (max(0.0, seconds) / tokens - self._catch_up) / self._catch_ups
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
