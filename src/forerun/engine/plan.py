@@ -38,14 +38,12 @@ FOLLOWED = 16  # and one in so many new requests is followed, to find out whethe
 class Standing:
     """Of one request. followed: whether its hidden states are kept.
 
-    Its length in tokens: read, when somebody who reads them was last asked; paid, when it was
-    because that pays.
+    paid: its length in tokens when somebody who reads them was last asked because that pays.
     """
 
     trust: Trust
     followed: bool
     paid: int
-    read: int = 0
 
 
 @dataclass(slots=True)
@@ -149,7 +147,9 @@ class Plan:
         self._choice = choice = Choice(float(len(turns)), self._plain(turns))
         for way, places in enumerate(able):
             self._improve(choice, way, {i: turns[i].request for i in places})
-        self._look_back([turns[i] for i, way in choice.ways.items() if self._ledgers[way].reads], able)
+        self._look_back(
+            [turns[i] for i, way in choice.ways.items() if self._ledgers[way].reads], able
+        )
         asked = dict(choice.ways)
         if (probed := self._find_out(turns, able)) is not None:
             assert self._probe
@@ -209,10 +209,10 @@ class Plan:
     def _begin(self, way: int, request: Request) -> float:
         """Seconds that it takes in each of the next steps until what was missed is made up for."""
         ledger = self._ledgers[way]
-        if not ledger.reads or ledger.outlook(request).asked_at == self._step - 1:
+        outlook = ledger.outlook(request)
+        if outlook.asked_at == self._step - 1:
             return 0.0
-        unread = len(request.tokens) - self._standing(request).read
-        return ledger.catch_up(unread) / STAY
+        return ledger.catch_up(len(request.tokens) - outlook.read) / STAY
 
     def _find_out(self, turns: Sequence[Turn], able: Sequence[Sequence[int]]) -> int | None:
         """Whose turn it is to be asked in the way of the probe; begins one where none runs."""
@@ -244,19 +244,17 @@ class Plan:
         )
 
     def _note(self, asked: Sequence[Turn]) -> None:
-        """Those who are asked now, and whether what it takes tells what rounds cost: few of them
-        are asked for the first time or after a pause."""
+        """Those who are asked now, what they have to catch up with, and whether what it takes tells
+        what rounds cost: few of them are asked for the first time or after a pause."""
         newcomers: Counter[int] = Counter()
         self._unread = {}
         for turn in asked:
             way, length = turn.way, len(turn.request.tokens)
-            outlook, standing = self._outlook(turn, way), self._standing(turn.request)
+            outlook = self._outlook(turn, way)
             if outlook.asked_at != self._step - 1:
                 newcomers[way] += 1
-                self._unread[way] = self._unread.get(way, 0) + length - standing.read
-            outlook.asked_at = self._step
-            if self._ledgers[way].reads:
-                standing.read = length
+                self._unread[way] = self._unread.get(way, 0) + length - outlook.read
+            outlook.asked_at, outlook.read = self._step, length
         ways = Counter(turn.way for turn in asked)
         self._usual = {way for way, count in ways.items() if FEW * newcomers[way] <= count}
 
@@ -375,8 +373,12 @@ class Plan:
         ledger, level = self._ledgers[way], self._choice.level(way)
         if way in self._usual:
             ledger.rounds.learn(level, requests, seconds)
-        elif ledger.reads and (usual := ledger.rounds.seconds(requests)[level]):
-            ledger.learn_catch_up(self._unread[way], seconds - usual)
+        elif self._probe and self._probe.way == way:  # which is asked again
+            if usual := ledger.rounds.seconds(requests)[level]:
+                ledger.learn_catch_up(self._unread[way], seconds - usual)
+        elif ledger.catch_ups:
+            seconds -= ledger.catch_up(self._unread[way])
+            ledger.rounds.learn(level, requests, max(0.0, seconds))
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
