@@ -62,7 +62,7 @@ class Ledger:
     def learn_catch_up(self, tokens: int, seconds: float) -> None:
         """A round took so much longer than usual behind so many tokens."""
         self.catch_ups = min(self.catch_ups + 1, CATCH_UPS)
-        self._catch_up += (max(0.0, seconds) / tokens - self._catch_up) / self.catch_ups
+        self._catch_up += (max(0.0, seconds) / max(1, tokens) - self._catch_up) / self.catch_ups
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
