@@ -255,7 +255,7 @@ def test_hidden_states_are_kept_only_for_those_who_may_draft() -> None:
     assert not plan.follows(one), "it was not asked for too long"
     assert not plan.follows(one)
     World(plan, lambda _: 0.0, round=lambda *_: 20.0).run(500)
-    assert [plan.follows(request(id)) for id in (100, 101, 102, 103)] == [True] + [False] * 3
+    assert [plan.follows(request(id)) for id in (96, 97, 98, 99)] == [True] + [False] * 3
 
 
 def test_a_static_plan_checks_all_and_always_asks() -> None:

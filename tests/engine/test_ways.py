@@ -14,7 +14,7 @@ from forerun.core import Draft, Request, SamplingParams, Verdict
 from forerun.drafters.joined import Joined
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
-from forerun.engine.plan import IDLE, UNASKED, Plan
+from forerun.engine.plan import RECENT, UNASKED, Plan
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import Turn
 from forerun.models.cache import Span
@@ -163,7 +163,7 @@ def test_hidden_states_are_kept_only_while_a_network_is_asked() -> None:
     assert world.plan.follows(_request(0))
     world.plan._ledgers[BOTH].all.worths = [-1.0] * len(LEVELS)
     world.plan._allowance = -1e9  # no probes
-    world.run(IDLE + 1)
+    world.run(3 * RECENT)
     asked = _request(0)
     asked.tokens += [1] * (UNASKED + 1)
     assert world.share(COUNTS) == 1

@@ -8,7 +8,9 @@ from forerun.core import Request
 from forerun.engine.outlook import FIRST, LONG_WINDOW, PRIOR, WINDOW, Outlook
 from forerun.engine.rounds import Rounds
 
-STEADY = 2  # times as many drafts tell by how much one way is better than another
+STEADY = 4  # times as many drafts tell by how much one way is better than another,
+ALIKE = 8  # and what is known of all requests counts for so many times as many
+CATCH_UPS = 8  # remembered
 
 
 class Ledger:
@@ -22,16 +24,19 @@ class Ledger:
         self.reads = reads
         self.rounds = Rounds()
         self._base = base
-        self._steady = STEADY if base else 1
+        self._steady, self._alike = (STEADY, ALIKE) if base else (1, 1)
         first = [0.0] * len(FIRST) if base else FIRST
         self.all = Outlook(first, 1, self._steady * LONG_WINDOW)
         self._outlooks: dict[int, Outlook] = {}
+        self.probed_at = -1  # the last step in which it was asked for only to find out
+        self.catch_ups = 0  # seen
+        self._catch_up = 0.0  # seconds for each token
 
     def outlook(self, request: Request) -> Outlook:
         """Of drafts of a request or, with a base, of what they are worth beyond the base's."""
         found = self._outlooks.get(request.id)
         if found is None:
-            found = Outlook(self.all.worths, self._steady * PRIOR, self._steady * WINDOW)
+            found = Outlook(self.all.worths, self._alike * PRIOR, self._steady * WINDOW)
             self._outlooks[request.id] = found
         return found
 
@@ -49,6 +54,15 @@ class Ledger:
             worths = [each - low for each, low in zip(worths, base, strict=True)]
         self.outlook(request).expect(worths)
         self.all.expect(worths)
+
+    def catch_up(self, tokens: int) -> float:
+        """Seconds that a round takes longer behind so many tokens that it has not read."""
+        return self._catch_up * tokens
+
+    def learn_catch_up(self, tokens: int, seconds: float) -> None:
+        """A round took so much longer than usual behind so many tokens."""
+        self.catch_ups = min(self.catch_ups + 1, CATCH_UPS)
+        self._catch_up += (max(0.0, seconds) / max(1, tokens) - self._catch_up) / self.catch_ups
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -60,13 +60,14 @@ class Outlook:
 
     worths: mean worth of a draft cut to so many nodes; what is expected at first counts as so many
     `drafts`, and `window` are remembered. asked_at: the last step in which one was asked for.
+    read: length of the request in tokens then.
     """
 
-    __slots__ = ("_drafts", "_window", "asked_at", "worths")
+    __slots__ = ("_drafts", "_window", "asked_at", "read", "worths")
 
     def __init__(self, worths: list[float], drafts: int, window: int) -> None:
         self.worths = worths
-        self.asked_at = -1
+        self.asked_at, self.read = -1, 0
         self._drafts, self._window = drafts, window
 
     def expect(self, worths: Sequence[float]) -> None:

@@ -7,6 +7,7 @@ survival of the nodes at hand. Decides about speed, never about text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,20 +23,27 @@ PROBES = 0.01  # share of the time that may be spent on finding out whether draf
 PROBE_STEPS = 2  # in the first of them a drafter catches up, which tells nothing about its rounds
 PROBE_LEVEL = LEVELS.index(4)
 
-# Where a drafter reads hidden states of the target, those of all tokens have to be kept for it.
-UNASKED = 256  # tokens without such a draft, after which a request goes on without
-IDLE = 64  # steps without such a draft that pays, after which it is off,
-FOLLOWED = 4  # and one in so many new requests is followed, to find out whether it pays again
+FEW = 4  # one newcomer in so many requests makes a round no longer than it usually is
+
+# Where a drafter reads hidden states of the target, those of all tokens have to be kept for it, and
+# one that was not asked for a while reads them all when it is.
+STAY = 32  # steps for which such a draft is taken to be asked from then on
+UNASKED = 64  # tokens without such a draft that pays, after which a request goes on without
+RECENT = 32  # steps, of which such drafts must have paid
+SELDOM = 0.1  # in this share at least, or they are off,
+FOLLOWED = 16  # and one in so many new requests is followed, to find out whether they pay again
 
 
 @dataclass(slots=True)
 class Standing:
-    """Of one request. followed: whether its hidden states are kept. read_length: its length in
-    tokens when somebody who reads them was last asked."""
+    """Of one request. followed: whether its hidden states are kept.
+
+    paid: its length in tokens when somebody who reads them was last asked because that pays.
+    """
 
     trust: Trust
     followed: bool
-    read_length: int
+    paid: int
 
 
 @dataclass(slots=True)
@@ -93,8 +101,9 @@ class Plan:
         self._choice = Choice(0.0, 1.0)
         self._usual: set[int] = set()  # ways whose rounds take as long as they usually do
         self._probe: Probe | None = None
+        self._unread: dict[int, int] = {}  # tokens to catch up with in this step, by way
         self._step = 0
-        self._read_at = 0  # the last step in which somebody who reads was expected to pay
+        self._reading = 1.0  # share of the last steps in which those who read were found to pay
         self._price = 0.0  # tokens that a further row must bring, as of the last step
         self._row = 0.0  # seconds that it took
         self._allowance = 0.0  # seconds left for probes; none is begun while it is negative
@@ -109,9 +118,16 @@ class Plan:
         if not request.params.speculation.enabled:
             return False
         standing = self._standing(request)
-        if standing.followed and len(request.tokens) - standing.read_length > UNASKED:
-            standing.followed = False
+        if standing.followed:
+            standing.followed = len(request.tokens) - standing.paid <= UNASKED and (
+                not self._is_off or request.id % FOLLOWED == 0
+            )
         return standing.followed
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether those who read pay so seldom that hardly anybody is followed for them."""
+        return self._reading < SELDOM
 
     def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
         """How many nodes the drafter may propose for each of the decoding `turns`; 0: not asked.
@@ -131,8 +147,9 @@ class Plan:
         self._choice = choice = Choice(float(len(turns)), self._plain(turns))
         for way, places in enumerate(able):
             self._improve(choice, way, {i: turns[i].request for i in places})
-        if any(self._ledgers[way].reads for way in choice.ways.values()):
-            self._read_at = self._step
+        self._look_back(
+            [turns[i] for i, way in choice.ways.items() if self._ledgers[way].reads], able
+        )
         asked = dict(choice.ways)
         if (probed := self._find_out(turns, able)) is not None:
             assert self._probe
@@ -145,19 +162,31 @@ class Plan:
         self._note([turns[i] for i in places])
         return budgets
 
+    def _look_back(self, reading: Sequence[Turn], able: Sequence[Sequence[int]]) -> None:
+        """Remember for whom it pays to ask those who read, and whether there are any."""
+        for turn in reading:
+            self._standing(turn.request).paid = len(turn.request.tokens)
+        if any(places for ledger, places in zip(self._ledgers, able, strict=True) if ledger.reads):
+            self._reading += (bool(reading) - self._reading) / RECENT
+
     def _improve(self, choice: Choice, way: int, requests: Mapping[int, Request]) -> None:
         """Ask those in this way with whom tokens per second are most.
 
         With the level l and the n requests that gain most by it, a pass brings W(n, l) tokens more,
-        net of their rows, and takes R(n, l) longer, less what drafts of theirs took so far.
+        net of their rows and of what it takes to begin, and takes R(n, l) longer, less what drafts
+        of theirs took so far.
         """
-        ledger, shares, so_far = self._ledgers[way], choice.shares, choice.worths
+        ledger, shares = self._ledgers[way], choice.shares
         outlooks = [(ledger.worths(each), i) for i, each in requests.items()]
+        so_far = {
+            i: choice.worths.get(i, 0.0) + choice.rate * self._begin(way, each)
+            for i, each in requests.items()
+        }
         rounds = [ledger.rounds.seconds(1 + count) for count in range(len(outlooks))]
         best, found, chosen = choice.rate, -1, 0
         for level in range(len(LEVELS)):
             tokens, seconds = choice.tokens, choice.seconds
-            gains = [(worths[level] - so_far.get(i, 0.0), i) for worths, i in outlooks]
+            gains = [(worths[level] - so_far[i], i) for worths, i in outlooks]
             gains.sort(reverse=True)
             for count, (gain, i) in enumerate(gains):
                 tokens += gain
@@ -167,7 +196,7 @@ class Plan:
                     best, found, chosen = rate, level, count + 1
         if not chosen:
             return
-        gains = [(worths[found] - so_far.get(i, 0.0), i) for worths, i in outlooks]
+        gains = [(worths[found] - so_far[i], i) for worths, i in outlooks]
         gains.sort(reverse=True)
         choice.levels[way] = found
         for gain, i in gains[:chosen]:
@@ -175,7 +204,15 @@ class Plan:
             choice.tokens += gain
             choice.seconds += share - shares.get(i, 0.0)
             choice.ways[i], shares[i] = way, share
-            so_far[i] = so_far.get(i, 0.0) + gain
+            choice.worths[i] = choice.worths.get(i, 0.0) + gain
+
+    def _begin(self, way: int, request: Request) -> float:
+        """Seconds that it takes in each of the next steps until what was missed is made up for."""
+        ledger = self._ledgers[way]
+        outlook = ledger.outlook(request)
+        if outlook.asked_at == self._step - 1:
+            return 0.0
+        return ledger.catch_up(len(request.tokens) - outlook.read) / STAY
 
     def _find_out(self, turns: Sequence[Turn], able: Sequence[Sequence[int]]) -> int | None:
         """Whose turn it is to be asked in the way of the probe; begins one where none runs."""
@@ -185,10 +222,9 @@ class Plan:
         if probe is None or probe.steps == 0 or not _at(probe, turns, others):
             self._probe = probe = None
             if others and self._allowance >= 0:
-                way, i = min(
-                    others, key=lambda each: self._outlook(turns[each[1]], each[0]).asked_at
-                )
+                way, i = min(others, key=lambda each: self._waits(each[0], turns[each[1]]))
                 self._probe = probe = Probe(turns[i].request.id, way)
+                self._ledgers[way].probed_at = self._step
         if probe is None:
             return None
         probe.steps -= 1
@@ -197,18 +233,30 @@ class Plan:
         probe.worth = self._choice.worths.get(i, 0.0)
         return i
 
+    def _waits(self, way: int, turn: Turn) -> tuple[int, float, int]:
+        """Ways are probed in turns, with who is next to catch up or, where nobody has to, has
+        waited longest."""
+        ledger = self._ledgers[way]
+        return (
+            ledger.probed_at,
+            self._begin(way, turn.request),
+            ledger.outlook(turn.request).asked_at,
+        )
+
     def _note(self, asked: Sequence[Turn]) -> None:
-        """Those who are asked now, and whether what it takes tells what rounds cost: nobody is
-        asked for the first time or after a pause."""
-        paused = set()
+        """Those who are asked now, what they have to catch up with, and whether what it takes tells
+        what rounds cost: few of them are asked for the first time or after a pause."""
+        newcomers: Counter[int] = Counter()
+        self._unread = {}
         for turn in asked:
-            outlook = self._outlook(turn, turn.way)
+            way, length = turn.way, len(turn.request.tokens)
+            outlook = self._outlook(turn, way)
             if outlook.asked_at != self._step - 1:
-                paused.add(turn.way)
-            outlook.asked_at = self._step
-            if self._ledgers[turn.way].reads:
-                self._standing(turn.request).read_length = len(turn.request.tokens)
-        self._usual = {turn.way for turn in asked} - paused
+                newcomers[way] += 1
+                self._unread[way] = self._unread.get(way, 0) + length - outlook.read
+            outlook.asked_at, outlook.read = self._step, length
+        ways = Counter(turn.way for turn in asked)
+        self._usual = {way for way, count in ways.items() if FEW * newcomers[way] <= count}
 
     def _plain(self, turns: Sequence[Turn]) -> float:
         """Seconds of a pass over the last tokens of these alone: what prompts take in the same pass
@@ -315,13 +363,22 @@ class Plan:
             group = [turn for turn in asked if turn.way == way]
             # What it takes to learn from the step is drafting, too.
             part = sum(turn.drafting for turn in group) / told if told else len(group) / len(asked)
-            if way in self._usual:
-                rounds = self._ledgers[way].rounds
-                rounds.learn(self._choice.level(way), len(group), part * draft_seconds)
+            self._learn_round(way, len(group), part * draft_seconds)
             for turn in group:
                 if self._probes(turn):
-                    self._allowance -= self._price_of_probe(turn, part * draft_seconds / len(group))
+                    self._allowance -= self._price_of_probe(turn, len(group), part * draft_seconds)
         self._allowance = min(0.0, self._allowance)
+
+    def _learn_round(self, way: int, requests: int, seconds: float) -> None:
+        ledger, level = self._ledgers[way], self._choice.level(way)
+        if way in self._usual:
+            ledger.rounds.learn(level, requests, seconds)
+        elif self._probe and self._probe.way == way:  # which is asked again
+            if usual := ledger.rounds.seconds(requests)[level]:
+                ledger.learn_catch_up(self._unread[way], seconds - usual)
+        elif ledger.catch_ups:
+            seconds -= ledger.catch_up(self._unread[way])
+            ledger.rounds.learn(level, requests, max(0.0, seconds))
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -329,11 +386,17 @@ class Plan:
             ledger.forget(request)
         self._standings.pop(request.id, None)
 
-    def _price_of_probe(self, turn: Turn, seconds: float) -> float:
+    def _price_of_probe(self, turn: Turn, requests: int, seconds: float) -> float:
         """Seconds that were lost to find out: its drafting and rows or, where it took the place of
-        a better draft, the difference, which is at least the drafting."""
+        a better draft, the difference, which is at least the drafting.
+
+        seconds: of the round, of which those count that it took longer than without this request.
+        """
         probe, choice = self._probe, self._choice
         assert probe
+        if requests > 1:
+            without = self._ledgers[probe.way].rounds.seconds(requests - 1)
+            seconds = max(0.0, seconds - without[choice.level(probe.way)])
         if not probe.seconds:
             return seconds + self._row * len(turn.draft)
         worth = self._ledgers[probe.way].worths(turn.request)[choice.level(probe.way)]
@@ -347,8 +410,7 @@ class Plan:
     def _standing(self, request: Request) -> Standing:
         found = self._standings.get(request.id)
         if found is None:
-            is_off = self._step > self._read_at + IDLE
-            followed = not is_off or request.id % FOLLOWED == 0
+            followed = not self._is_off or request.id % FOLLOWED == 0
             found = Standing(Trust(self._trust), followed, len(request.tokens))
             self._standings[request.id] = found
         return found

@@ -12,7 +12,7 @@ LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # budgets that a drafter is asked w
 WINDOW = 32  # rounds at a level
 MOST = 2.0  # times the estimate, as which a longer round counts: something interrupted it
 FIXED = 0.5  # share of a round that is the same for any number of requests, until it was seen
-DOUBT = 0.25  # how much of the squared number of requests that guess weighs
+DOUBT = 0.25  # rounds' worth of evidence (relative variance of requests) that this guess weighs
 OFTEN = 8  # rounds at a level, after which what it costs is worked out anew only now and then
 
 
@@ -35,11 +35,21 @@ class _Level:
         self.variance = (1 - step) * (self.variance + step * more * more)
         self.covariance = (1 - step) * (self.covariance + step * more * longer)
 
-    def predict(self, requests: int) -> float:
-        most = self.seconds / self.requests
-        doubt = DOUBT * self.requests**2
-        each = (self.covariance + doubt * (1 - FIXED) * most) / (self.variance + doubt)
-        return self.seconds + min(most, max(0.0, each)) * (requests - self.requests)
+    @property
+    def evidence(self) -> tuple[float, float]:
+        """By how much rounds took longer for more requests, both relative to their means: the
+        sums of products and of squares. It grows with the rounds seen, the doubt does not."""
+        rounds, per_request = min(self.count, WINDOW), self.requests * self.seconds
+        return (
+            rounds * self.covariance / per_request if per_request else 0.0,
+            rounds * self.variance / self.requests**2,
+        )
+
+    def predict(self, requests: int, usual: float) -> float:
+        """usual: share of a round that grows with the requests, where this level says nothing."""
+        products, squares = self.evidence
+        share = (products + DOUBT * usual) / (squares + DOUBT)
+        return self.seconds * (1 + min(1.0, max(0.0, share)) * (requests / self.requests - 1))
 
 
 class Rounds:
@@ -47,16 +57,20 @@ class Rounds:
 
     def __init__(self) -> None:
         self._levels = [_Level() for _ in LEVELS]
+        self._share = 1 - FIXED  # of a round that grows with the requests, at all levels
         self._known: dict[int, list[float]] = {}  # by requests
 
     def learn(self, level: int, requests: int, seconds: float) -> None:
         """A round took so long; level: index of its budget."""
         each = self._levels[level]
         if each.count:
-            seconds = min(seconds, MOST * each.predict(requests))
+            seconds = min(seconds, MOST * each.predict(requests, self._share))
         each.learn(requests, seconds)
         if each.count < OFTEN or each.count % OFTEN == 0:
             self._known.clear()
+            evidence = [level.evidence for level in self._levels if level.count]
+            products = sum(product for product, _ in evidence) + DOUBT * (1 - FIXED)
+            self._share = products / (sum(square for _, square in evidence) + DOUBT)
 
     def seconds(self, requests: int) -> list[float]:
         """Seconds of a round for so many requests, at each level."""
@@ -71,7 +85,7 @@ class Rounds:
         points = [(0, 0.0)]
         for nodes, level in zip(LEVELS, self._levels, strict=True):
             if level.count:
-                points.append((nodes, level.predict(requests)))
+                points.append((nodes, level.predict(requests, self._share)))
         found = []
         right = 1
         for nodes in LEVELS:
