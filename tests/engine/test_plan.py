@@ -218,7 +218,7 @@ def test_of_several_requests_those_are_asked_for_whom_it_pays() -> None:
         round=lambda requests, nodes: 0.2 * requests * nodes,
         requests=4,
     ).run(600)
-    asked = np.array(world.asked[100:]) > 0
+    asked = np.array(world.asked[200:]) > 0
     assert asked[:, [1, 3]].mean() > 0.95
     assert asked[:, [0, 2]].mean() < 0.1
 

@@ -234,14 +234,11 @@ class Plan:
         return i
 
     def _waits(self, way: int, turn: Turn) -> tuple[int, float, int]:
-        """Ways are probed in turns, with who is next to catch up or, where nobody has to, has
-        waited longest."""
+        """Ways are probed in turns, with who has waited longest; those who read, with who has least
+        to catch up with."""
         ledger = self._ledgers[way]
-        return (
-            ledger.probed_at,
-            self._begin(way, turn.request),
-            ledger.outlook(turn.request).asked_at,
-        )
+        missed = self._begin(way, turn.request) if ledger.reads else 0.0
+        return ledger.probed_at, missed, ledger.outlook(turn.request).asked_at
 
     def _note(self, asked: Sequence[Turn]) -> None:
         """Those who are asked now, what they have to catch up with, and whether what it takes tells
