@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import torch
 
 from drafting import request
-from forerun.drafters.calibration import Calibration
+from forerun.drafters.calibration import MOST, Calibration
 from forerun.drafters.tree import chain
+from forerun.models import kernels
+from forerun.models.heads.rounds import Tree
 
 
 def teach(
@@ -86,3 +89,44 @@ def test_a_proposal_is_settled_once() -> None:
     assert known < 0.5
     calibration.settle(asked)
     assert calibration.estimate(asked, 0.5) == known
+
+
+def fill(tree: Tree, tokens: list[int], parents: list[int], beliefs: list[float]) -> None:
+    """What compiled code would grow."""
+    tree.count = len(tokens)
+    tree._tokens[: len(tokens)] = array("q", tokens)
+    tree._parents[: len(tokens)] = array("i", parents)
+    tree._beliefs[: len(tokens)] = array("d", beliefs)
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+def test_compiled_trees_teach_the_same() -> None:
+    """Trees of all sizes, none included, of few tokens, so that much is right; until both fade."""
+    dice = random.Random(3)
+    plain, compiled = Calibration(), Calibration()
+    rules = compiled.rules(2, 12)
+    asked = request([0])
+    for _ in range(400):
+        count = dice.randrange(13)
+        parents = [dice.randrange(-1, node) for node in range(count)]
+        tokens = [dice.randrange(3) for _ in range(count)]
+        beliefs = [dice.choice([0.0, 1.0, MOST, dice.random()]) for _ in range(count)]
+        plain.propose(asked, tokens, parents, beliefs)
+        tree = compiled.tree(asked, 12, rules)
+        fill(tree, tokens, parents, beliefs)
+        assert compiled.grown(asked, tree).tokens == tokens
+        asked.tokens += [dice.randrange(3) for _ in range(dice.randrange(6))]
+        plain.settle(asked)
+        compiled.settle(asked)
+        assert compiled.ratios == plain.ratios
+        assert compiled.ratio(asked) == plain.ratio(asked)
+    assert len(set(plain.ratios)) > 30, "all bins were taught"
+
+
+def test_tokens_that_end_a_tree_may_change() -> None:
+    calibration, asked = Calibration(), request([0], stop=[3])
+    rules = calibration.rules(2, 4)
+    tree = calibration.tree(asked, 4, rules)
+    assert calibration.tree(asked, 2, rules) is tree
+    asked.stop_ids = frozenset({5})
+    assert calibration.tree(asked, 4, rules).ends == {5}

@@ -10,7 +10,6 @@ import pytest
 from forerun.drafters.calibration import Calibration
 from forerun.models import kernels
 from forerun.models.hub import LoadedModel, load
-from tiny import tiny_folder
 from tiny_heads import tiny_eagle
 from twins import Twins
 
@@ -23,16 +22,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 6, "qk_norm": True, "own_embedding": True},
 }
 SHAPES = ["top_k=1", "top_k=3,nodes=14", "k=6,top_k=5,nodes=9", "top_k=2,nodes=50"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("target"), layers=4, seed=1)
-
-
-@pytest.fixture(scope="module")
-def target(folder: Path) -> LoadedModel:
-    return load(str(folder), "float32", "cpu")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

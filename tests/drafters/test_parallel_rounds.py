@@ -15,7 +15,6 @@ from forerun.models.heads.dflash import LayerAttention
 from forerun.models.heads.dflash_runner import DFlashRunner
 from forerun.models.hub import LoadedModel, load
 from forerun.models.target import opened
-from tiny import tiny_folder
 from tiny_heads import tiny_dflash_module, tiny_medusa
 from twins import Twins
 
@@ -37,16 +36,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 SHAPES = ["top_k=1", "top_k=3,nodes=14", "k=2,top_k=5,nodes=9", "top_k=2,nodes=50"]
 SOME = ["medusa, a matrix each", "dflash, in place"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("target"), layers=4, seed=1)
-
-
-@pytest.fixture(scope="module")
-def target(folder: Path) -> LoadedModel:
-    return load(str(folder), "float32", "cpu")
 
 
 @pytest.fixture

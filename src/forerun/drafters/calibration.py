@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from forerun.core import Draft, Request
 from forerun.drafters.tree import outcomes, prune
+from forerun.models.heads.ratios import Ratios
+from forerun.models.heads.rounds import Rules, Tree
 
 BINS = 32
-WEIGHT = 8.0  # decisions that the drafter's own belief counts for
 MEMORY = 512.0  # decisions per bin after which old ones start to fade
 REQUEST_MEMORY = 32.0  # the same for one request
 MOST = 0.99  # nothing is certain
 
 
-class _Ratio:
-    """Right tokens over expected ones, starting at 1 and fading."""
+class _Proposal(NamedTuple):
+    """A draft and the belief in each node, given its parent."""
 
-    __slots__ = ("expected", "memory", "right", "value")
-
-    def __init__(self, memory: float) -> None:
-        self.right = self.expected = WEIGHT
-        self.value = 1.0
-        self.memory = memory
-
-    def learn(self, expected: float, right: int) -> None:
-        if self.expected > self.memory:
-            self.right *= 0.5
-            self.expected *= 0.5
-        self.expected += expected
-        self.right += right
-        self.value = self.right / self.expected
+    draft: Draft
+    beliefs: Sequence[float]
 
 
 class Calibration:
@@ -45,15 +34,17 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._bins = [_Ratio(MEMORY) for _ in range(BINS + 1)]
-        self.ratios = array("d", [ratio.value for ratio in self._bins])
-        self._requests: dict[int, _Ratio] = {}
-        self._open: dict[int, tuple[int, Draft, Sequence[float]]] = {}
+        self._shared = Ratios(BINS + 1, MEMORY)
+        self.ratios = self._shared.values
+        self._requests: dict[int, Ratios] = {}
+        self._rules: dict[tuple[int, int], Rules] = {}
+        self._trees: dict[int, Tree] = {}
+        self._open: dict[int, tuple[int, _Proposal | Tree]] = {}  # with the length of the request
 
     def ratio(self, request: Request) -> float:
         """By which beliefs about this request are multiplied, too."""
         own = self._requests.get(request.id)
-        return own.value if own else 1.0
+        return own.values[0] if own else 1.0
 
     def estimate(self, request: Request, belief: float) -> float:
         """The chance that a node is right whose ancestors are, where the drafter says `belief`."""
@@ -87,14 +78,10 @@ class Calibration:
             reached = survival[parent] if parent >= 0 else 1.0
             survival.append(reached * (estimate if estimate < MOST else MOST))
         draft = Draft(tokens, parents, survival, probs_NV)
-        self.remember(request, draft, beliefs)
+        self._open[request.id] = (len(request.tokens), _Proposal(draft, beliefs))
         if not min_prob:
             return draft
         return prune(draft, [n for n, chance in enumerate(survival) if chance >= min_prob])
-
-    def remember(self, request: Request, draft: Draft, beliefs: Sequence[float]) -> None:
-        """The same where survival was corrected already, as compiled rounds do."""
-        self._open[request.id] = (len(request.tokens), draft, beliefs)
 
     def correct(self, request: Request, draft: Draft, min_prob: float) -> Draft:
         """The same as `propose`, for a draft whose survival is the drafter's own belief."""
@@ -106,24 +93,56 @@ class Calibration:
 
     def settle(self, request: Request) -> None:
         """Learn from the tokens that were committed since the request's last proposal, if any."""
-        length, draft, beliefs = self._open.pop(request.id, (0, None, ()))
-        if draft is None:
+        opened = self._open.pop(request.id, None)
+        if opened is None:
             return
-        own = self._requests.get(request.id)
-        if own is None:
-            own = self._requests[request.id] = _Ratio(REQUEST_MEMORY)
+        length, proposal = opened
+        truth = request.tokens[length:]
+        if isinstance(proposal, Tree):
+            proposal.settle(truth)
+        else:
+            self._learn(request, proposal, truth)
+
+    def _learn(self, request: Request, proposal: _Proposal, truth: Sequence[int]) -> None:
+        """As `settle` of kernels/rounds.c."""
         expected, found = 0.0, 0
-        for node, right in outcomes(draft, request.tokens[length:]):
-            belief = beliefs[node]
+        for node, right in outcomes(proposal.draft, truth):
+            belief = proposal.beliefs[node]
             bin = int(belief * BINS)
-            shared = self._bins[bin]
-            expected += min(MOST, belief * shared.value)
+            expected += min(MOST, belief * self.ratios[bin])
             found += right
-            shared.learn(belief, right)
-            self.ratios[bin] = shared.value
-        own.learn(expected, found)
+            self._shared.learn(bin, belief, right)
+        self._own(request).learn(0, expected, found)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        self._open.pop(request.id, None)
-        self._requests.pop(request.id, None)
+        for known in (self._open, self._trees, self._requests):
+            known.pop(request.id, None)
+
+    def _own(self, request: Request) -> Ratios:
+        own = self._requests.get(request.id)
+        if own is None:
+            own = self._requests[request.id] = Ratios(1, REQUEST_MEMORY)
+        return own
+
+    # ---- trees of compiled rounds ---------------------------------------------------------------
+
+    def rules(self, width: int, nodes: int) -> Rules:
+        """For trees of at most `nodes` nodes, grown from `width` candidates a place."""
+        rules = self._rules.get((width, nodes))
+        if rules is None:
+            rules = self._rules[width, nodes] = Rules(width, nodes, self._shared, MOST)
+        return rules
+
+    def tree(self, request: Request, nodes: int, rules: Rules) -> Tree:
+        """The tree of a request, to be grown to at most `nodes`; always with the same rules."""
+        tree = self._trees.get(request.id)
+        if tree is None or tree.ends is not request.stop_ids:
+            tree = self._trees[request.id] = Tree(rules, request.stop_ids, self._own(request))
+        tree.nodes = nodes
+        return tree
+
+    def grown(self, request: Request, tree: Tree) -> Draft:
+        """What was grown, remembered as `propose` does; survival is corrected already."""
+        self._open[request.id] = (len(request.tokens), tree)
+        return tree.draft()

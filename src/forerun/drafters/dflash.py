@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -31,8 +30,8 @@ from forerun.models.cache import Span
 from forerun.models.heads.dflash import DFlash
 from forerun.models.heads.dflash_round import Start
 from forerun.models.heads.dflash_runner import DFlashRunner
-from forerun.models.heads.rounds import Drafted, Rules, Wanted
-from forerun.models.packing import pack
+from forerun.models.heads.rounds import Rules, Tree
+from forerun.models.packing import joined, pack
 from forerun.models.target import Segment
 
 WAITING = 512  # context tokens of a request that may wait for their keys and values
@@ -161,7 +160,8 @@ class DFlashDrafter(ParallelDrafter):
 
     def _remember(self, request: Request, taps_RTE: Tensor) -> None:
         """Keep the taps of newly cached tokens, unless some before them were never seen."""
-        begin = request.cached - len(taps_RTE)
+        rows = taps_RTE.shape[0]
+        begin = request.cached - rows
         if begin == 0:
             self._forget(request)
             self._contexts[request.id] = Context(self._runner.store.open())
@@ -172,7 +172,7 @@ class DFlashDrafter(ParallelDrafter):
             self._forget(request)
         else:
             context.waiting.append(taps_RTE.contiguous())
-            context.unsettled += len(taps_RTE)
+            context.unsettled += rows
 
     def _forget(self, request: Request) -> None:
         if context := self._contexts.pop(request.id, None):
@@ -185,7 +185,7 @@ class DFlashDrafter(ParallelDrafter):
             return
         segments = [Segment(context.span, range(context.unsettled)) for context in due]
         waiting = [taps_RTE for context in due for taps_RTE in context.waiting]
-        self._runner.append(pack(segments), _joined(waiting))
+        self._runner.append(pack(segments), joined(waiting))
         for context in due:
             self._settled(context)
 
@@ -211,20 +211,13 @@ class DFlashDrafter(ParallelDrafter):
     def _has_rounds(self) -> bool:
         return self._runner.rounds is not None
 
-    def _round(
-        self, requests: Sequence[Request], wanted: Sequence[Wanted], rules: Rules
-    ) -> list[Drafted]:
+    def _round(self, requests: Sequence[Request], trees: Sequence[Tree], rules: Rules) -> None:
         assert self._runner.rounds
         contexts = [self._contexts[request.id] for request in requests]
         starts = []
         for request, context in zip(requests, contexts, strict=True):
-            taps_RTE = _joined(context.waiting) if context.waiting else None
-            starts.append(Start(context.span, taps_RTE, request.tokens[-1]))
-        drafted = self._runner.rounds.draft(starts, wanted, rules, self._width)
+            taps_RTE = joined(context.waiting) if context.waiting else None
+            starts.append(Start(context.span, context.unsettled, taps_RTE, request.tokens[-1]))
+        self._runner.rounds.draft(starts, trees, rules, self._width)
         for context in contexts:
             self._settled(context)
-        return drafted
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -25,7 +25,7 @@ from torch import Tensor
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import DraftContext, Drafter, Known
-from forerun.drafters.calibration import MOST, Calibration
+from forerun.drafters.calibration import Calibration
 from forerun.drafters.growing import Growth
 from forerun.drafters.ranking import rank
 from forerun.drafters.tree import depth_first
@@ -36,8 +36,7 @@ from forerun.models.cache import Span
 from forerun.models.heads.eagle import Eagle3Settings, default_taps
 from forerun.models.heads.eagle_round import EagleRounds, Start
 from forerun.models.heads.eagle_runner import EagleRunner
-from forerun.models.heads.rounds import Rules, Wanted
-from forerun.models.packing import Part, pack_parts
+from forerun.models.packing import Part, joined, pack_parts
 from forerun.models.target import opened
 from forerun.sampling import Place
 
@@ -111,7 +110,6 @@ class EagleDrafter(Drafter):
         self.makes_trees = self._top_k > 1
         self._followers: dict[int, Follower] = {}
         self._calibration = Calibration()
-        self._rules = Rules(self._top_k, self._calibration.ratios, MOST)
 
     @classmethod
     def look(cls, options: Settings, known: Known) -> None:
@@ -174,7 +172,8 @@ class EagleDrafter(Drafter):
     def _remember(self, request: Request, taps_RTC: Tensor) -> None:
         """Keep the features of newly cached tokens, unless some before them were never seen or the
         draft has no positions for them."""
-        begin = request.cached - len(taps_RTC)
+        rows = taps_RTC.shape[0]
+        begin = request.cached - rows
         if begin == 0:
             self._forget(request)
             self._followers[request.id] = Follower(self._runner.store.open())
@@ -185,7 +184,7 @@ class EagleDrafter(Drafter):
             self._forget(request)
         else:
             follower.waiting.append(self._features(taps_RTC))
-            follower.unfed += len(taps_RTC)
+            follower.unfed += rows
 
     def _enter(self, request: Request, budget: int) -> Lane | None:
         """The lane of a request that can be drafted for."""
@@ -221,7 +220,7 @@ class EagleDrafter(Drafter):
             rows = _due(request, follower)
             tokens += rows
             parts.append(Part(follower.span, range(-1, len(rows) - 1), len(rows)))
-        features_NF = _joined([part for _, follower in due for part in follower.waiting])
+        features_NF = joined([part for _, follower in due for part in follower.waiting])
         hidden_NC = self._runner.run(pack_parts(tokens, parts), self._runner.fuse(features_NF))
         end = 0
         for (_, follower), part in zip(due, parts, strict=True):
@@ -239,17 +238,15 @@ class EagleDrafter(Drafter):
 
     def _round(self, lanes: Sequence[Lane], rounds: EagleRounds) -> list[Draft]:
         """All of that in one call."""
+        calibration = self._calibration
+        rules = calibration.rules(self._top_k, self._nodes)
         starts = [self._start(lane) for lane in lanes]
-        wanted = [
-            Wanted(lane.nodes, lane.request.stop_ids, self._calibration.ratio(lane.request))
-            for lane in lanes
-        ]
+        trees = [calibration.tree(lane.request, lane.nodes, rules) for lane in lanes]
+        rounds.draft(starts, trees, rules, self._min_prob)
         drafts = []
-        drafted = rounds.draft(starts, wanted, self._rules, self._min_prob)
-        for lane, (draft, beliefs) in zip(lanes, drafted, strict=True):
+        for lane, tree in zip(lanes, trees, strict=True):
             self._committed(lane.follower)
-            self._calibration.remember(lane.request, draft, beliefs)
-            drafts.append(draft)
+            drafts.append(calibration.grown(lane.request, tree))
         return drafts
 
     def _start(self, lane: Lane) -> Start:
@@ -258,7 +255,7 @@ class EagleDrafter(Drafter):
             follower.hidden_1C = self._runner.new_state()
         return Start(
             follower.span,
-            _joined(follower.waiting) if follower.waiting else None,
+            joined(follower.waiting) if follower.waiting else None,
             _due(request, follower),
             follower.hidden_1C,
             lane.depth,
@@ -326,10 +323,6 @@ def _due(request: Request, follower: Follower) -> list[int]:
     """The tokens that the next rows read, one for each waiting feature."""
     begin = follower.span.length + 1
     return request.tokens[begin : begin + follower.unfed]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _last(follower: Follower) -> Tensor:

@@ -28,7 +28,7 @@ from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
 from forerun.interop import shipped
 from forerun.models.heads.medusa_runner import MedusaRunner
-from forerun.models.heads.rounds import Drafted, Rules, Wanted
+from forerun.models.heads.rounds import Rules, Tree
 
 TOP_K, NODES = 4, 16
 
@@ -132,8 +132,6 @@ class Medusa(ParallelDrafter):
     def _has_rounds(self) -> bool:
         return self._runner.rounds is not None and self._tree is None
 
-    def _round(
-        self, requests: Sequence[Request], wanted: Sequence[Wanted], rules: Rules
-    ) -> list[Drafted]:
+    def _round(self, requests: Sequence[Request], trees: Sequence[Tree], rules: Rules) -> None:
         assert self._runner.rounds
-        return self._runner.rounds.draft([self._taps[each.id] for each in requests], wanted, rules)
+        self._runner.rounds.draft([self._taps[each.id] for each in requests], trees, rules)

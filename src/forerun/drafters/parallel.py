@@ -15,10 +15,10 @@ from torch import Tensor
 
 from forerun.core import Draft, Request
 from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.calibration import MOST, Calibration
+from forerun.drafters.calibration import Calibration
 from forerun.drafters.laws import SILENT, Law
 from forerun.drafters.marginals import Candidates, best_tree, candidates, law_of
-from forerun.models.heads.rounds import Drafted, Rules, Wanted
+from forerun.models.heads.rounds import Rules, Tree
 from forerun.models.target import opened
 from forerun.sampling import Place
 
@@ -38,7 +38,6 @@ class ParallelDrafter(Drafter):
         self._ids_U = ids_U
         self._top_k = min(top_k, self._target.info.vocab_size if ids_U is None else len(ids_U))
         self._nodes = nodes
-        self._rules = Rules(self._top_k, self._calibration.ratios, MOST)
         self.makes_trees = top_k > 1
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
@@ -90,16 +89,10 @@ class ParallelDrafter(Drafter):
 
     def _in_one_call(self, requests: Sequence[Request], nodes: Sequence[int]) -> list[Draft]:
         calibration = self._calibration
-        wanted = [
-            Wanted(most, request.stop_ids, calibration.ratio(request))
-            for request, most in zip(requests, nodes, strict=True)
-        ]
-        drafts = []
-        drafted = self._round(requests, wanted, self._rules)
-        for request, (draft, beliefs) in zip(requests, drafted, strict=True):
-            calibration.remember(request, draft, beliefs)
-            drafts.append(draft)
-        return drafts
+        rules = calibration.rules(self._top_k, self._nodes)
+        trees = [calibration.tree(*each, rules) for each in zip(requests, nodes, strict=True)]
+        self._round(requests, trees, rules)
+        return [calibration.grown(*each) for each in zip(requests, trees, strict=True)]
 
     def _tree_of(self, ranked: Candidates, nodes: int, request: Request) -> Draft:
         """The tree to propose; survival is the belief in each node given its parent."""
@@ -118,7 +111,5 @@ class ParallelDrafter(Drafter):
         """Whether trees of greedy requests can be had in one call."""
 
     @abstractmethod
-    def _round(
-        self, requests: Sequence[Request], wanted: Sequence[Wanted], rules: Rules
-    ) -> list[Drafted]:
-        """That call."""
+    def _round(self, requests: Sequence[Request], trees: Sequence[Tree], rules: Rules) -> None:
+        """Grow them in that call."""

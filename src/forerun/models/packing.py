@@ -10,6 +10,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from forerun.models.cache import Span
 from forerun.models.target import Segment
 
@@ -88,3 +91,8 @@ def pack_parts(tokens: list[int], parts: Sequence[Part]) -> Packed:
     base = array("i", [part.span.base for part in parts])
     length = array("i", [part.span.length for part in parts])
     return Packed(tokens, base, length, first, node, parents, [])
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows one below the other; those of one part are not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

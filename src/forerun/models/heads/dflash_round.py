@@ -16,15 +16,16 @@ from torch import Tensor
 from forerun.models import kernels
 from forerun.models.cache import KVStore, Span
 from forerun.models.compiled import Compiled, PackedMatrix, address
-from forerun.models.heads.rounds import Drafted, Rounds, Rules, Wanted
+from forerun.models.heads.rounds import Rounds, Rules, Tree
 from forerun.models.layers import Layer
 
 
 class Start(NamedTuple):
-    """Where a request stands before a round. taps_RF: of context tokens without keys and values;
-    None: there are none. anchor: its last committed token."""
+    """Where a request stands before a round. due: context tokens without keys and values, taps_RF
+    what they are fed; None: there are none. anchor: its last committed token."""
 
     span: Span
+    due: int
     taps_RF: Tensor | None
     anchor: int
 
@@ -105,17 +106,16 @@ class DFlashRounds(Rounds):
         )
 
     def draft(
-        self, starts: Sequence[Start], wanted: Sequence[Wanted], rules: Rules, slots: int
-    ) -> list[Drafted]:
-        """What `best_tree` would make of the logits of blocks of so many slots. Context that was
-        due is written behind that of its span, but not committed."""
+        self, starts: Sequence[Start], trees: Sequence[Tree], rules: Rules, slots: int
+    ) -> None:
+        """Grow what `best_tree` would make of the logits of blocks of so many slots. Context that
+        was due is written behind that of its span, but not committed."""
         blocks: list[Any] = []  # tuples, which ctypes makes structures of
         positions = 0
-        for span, taps_RF, anchor in starts:
-            due = 0 if taps_RF is None else len(taps_RF)
+        for span, due, taps_RF, anchor in starts:
             blocks.append((span.base, span.length, due, address(taps_RF), anchor))
             positions = max(positions, span.length + due + slots)
         layers = self._backend.addresses_in(self._store, positions, self._blocks.layers)
         self._address.layers = ctypes.addressof(layers)
         lanes = (Block * len(blocks))(*blocks)
-        return self._run(self._lib.dflash_round, self._address, wanted, rules, slots, lanes)
+        self._run(self._lib.dflash_round, self._address, rules, trees, slots, lanes)

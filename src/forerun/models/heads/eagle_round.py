@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.models import kernels
 from forerun.models.cache import KVStore, Span
 from forerun.models.compiled import Compiled, PackedMatrix, address
-from forerun.models.heads.rounds import Drafted, Rounds, Rules, Wanted
+from forerun.models.heads.rounds import Rounds, Rules, Tree
 from forerun.models.layers import Layer
 
 
@@ -112,16 +112,16 @@ class EagleRounds(Rounds):
         )
 
     def draft(
-        self, starts: Sequence[Start], wanted: Sequence[Wanted], rules: Rules, floor: float
-    ) -> list[Drafted]:
-        """What `Growth` would grow, depth first; see there for the floor. Rows that were due are
+        self, starts: Sequence[Start], trees: Sequence[Tree], rules: Rules, floor: float
+    ) -> None:
+        """Grow what `Growth` would, depth first; see there for the floor. Rows that were due are
         written behind those of their span, but not committed."""
         positions = max(start.span.length + len(start.tokens) + start.depth for start in starts)
         layers = self._backend.addresses_in(self._store, positions, self._network.layers)
         self._address.layers = ctypes.addressof(layers)
         due = array("q", [token for start in starts for token in start.tokens])
         lanes = _lanes(starts, due)
-        return self._run(self._lib.eagle_round, self._address, wanted, rules, floor, lanes)
+        self._run(self._lib.eagle_round, self._address, rules, trees, floor, lanes)
 
 
 def _lanes(starts: Sequence[Start], due: array[int]) -> ctypes.Array[Lane]:

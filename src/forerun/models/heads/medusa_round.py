@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.models import kernels
 from forerun.models.compiled import Compiled, PackedMatrix, address
-from forerun.models.heads.rounds import Drafted, Rounds, Rules, Wanted
+from forerun.models.heads.rounds import Rounds, Rules, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,12 @@ class MedusaRounds(Rounds):
             address(heads.ids_U),
         )
 
-    def draft(
-        self, states: Sequence[Tensor], wanted: Sequence[Wanted], rules: Rules
-    ) -> list[Drafted]:
-        """What `best_tree` would make of the heads' logits. states: of each request, what the
+    def draft(self, states: Sequence[Tensor], trees: Sequence[Tree], rules: Rules) -> None:
+        """Grow what `best_tree` would make of the heads' logits. states: of each request, what the
         target's last layer gave, contiguous; the last row counts, [.., C]."""
-        last = [state_RC.data_ptr() + (len(state_RC) - 1) * self._row for state_RC in states]
+        last = [state_RC.data_ptr() + (state_RC.shape[0] - 1) * self._row for state_RC in states]
         addresses = (ctypes.c_void_p * len(last))(*last)
-        return self._run(self._lib.medusa_round, self._address, wanted, rules, addresses)
+        self._run(self._lib.medusa_round, self._address, rules, trees, addresses)
 
 
 def _matrices(matrices: Sequence[PackedMatrix]) -> ctypes.Array[kernels.Matrix]:

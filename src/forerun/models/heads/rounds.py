@@ -1,4 +1,4 @@
-"""What compiled rounds of drafting share (kernels/rounds.h): rules in, trees out."""
+"""What compiled rounds of drafting share (kernels/rounds.h): rules and trees."""
 
 from __future__ import annotations
 
@@ -6,23 +6,14 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from forerun.core import Draft
 from forerun.errors import CapacityError
+from forerun.models import kernels
 from forerun.models.compiled import Compiled, PackedMatrix
+from forerun.models.heads.ratios import Ratios
 from forerun.models.target import OpenTarget
-
-Drafted = tuple[Draft, Sequence[float]]  # with honest survival; the belief in each node
-
-
-class Wanted(NamedTuple):
-    """The tree of a request. ends: tokens that nothing follows. ratio: by which beliefs about this
-    request are multiplied."""
-
-    nodes: int
-    ends: frozenset[int]
-    ratio: float
 
 
 class Rules(ctypes.Structure):
@@ -32,38 +23,80 @@ class Rules(ctypes.Structure):
         ("width", ctypes.c_int32),
         ("bins", ctypes.c_int32),
         ("most", ctypes.c_double),
-        ("ratios", ctypes.c_void_p),
+        ("shared_at", ctypes.c_void_p),
     )
 
-    def __init__(self, width: int, ratios: array[float], most: float) -> None:
-        """width: candidates of a place. ratios: per bin of beliefs and one more, by which they are
-        multiplied; read anew in every round. most: the largest chance."""
-        super().__init__(width, len(ratios) - 1, most, ratios.buffer_info()[0])
-        self._ratios = ratios  # keeps alive what the address points to
+    def __init__(self, width: int, nodes: int, shared: Ratios, most: float) -> None:
+        """width: candidates of a place. nodes: most in a tree. shared: per bin of beliefs and one
+        more, by which they are multiplied; read anew in every round. most: the largest chance."""
+        bins = len(shared.values) - 1
+        super().__init__(width, bins, most, ctypes.addressof(shared))
+        self.nodes = nodes
+        self.address = ctypes.addressof(self)
+        self._shared = shared  # keeps alive what the address points to
 
 
 class Tree(ctypes.Structure):
-    """Mirror of `Tree` in kernels/rounds.h."""
+    """The tree of a request, grown anew in every round; mirror of `Tree` in kernels/rounds.h.
 
+    It stays where it is, with room for all nodes that it may ever have: behind a pass of the target
+    every object that is made costs as much as a dozen nodes. `nodes` is how many it may have next.
+    """
+
+    nodes: int
+    count: int
     _fields_ = (
         ("nodes", ctypes.c_int32),
         ("end_count", ctypes.c_int32),
-        ("ends", ctypes.c_void_p),
-        ("ratio", ctypes.c_double),
-        ("first", ctypes.c_int32),
+        ("ends_at", ctypes.c_void_p),
+        ("own_at", ctypes.c_void_p),
         ("count", ctypes.c_int32),
+        ("tokens_at", ctypes.c_void_p),
+        ("parents_at", ctypes.c_void_p),
+        ("beliefs_at", ctypes.c_void_p),
+        ("survival_at", ctypes.c_void_p),
+        ("behind_at", ctypes.c_void_p),
     )
 
+    def __init__(self, rules: Rules, ends: frozenset[int], own: Ratios) -> None:
+        """ends: tokens that nothing follows. own: the ratio of this request, by which beliefs are
+        multiplied, too."""
+        room = rules.nodes
+        self._tokens = array("q", bytes(8 * room))
+        self._parents = array("i", bytes(4 * room))
+        self._beliefs = array("d", bytes(8 * room))
+        self._survival = array("d", bytes(8 * room))
+        behind = array("i", bytes(4 * room))
+        laid_out = _laid_out(ends)
+        arrays = (self._tokens, self._parents, self._beliefs, self._survival, behind)
+        super().__init__(
+            room,
+            len(laid_out),
+            laid_out.buffer_info()[0],
+            ctypes.addressof(own),
+            0,
+            *(each.buffer_info()[0] for each in arrays),
+        )
+        self.ends = ends
+        self.address = ctypes.addressof(self)
+        self._rules_at = rules.address
+        self._alive = (rules, laid_out, own, behind)  # what the addresses point to
 
-class Room(ctypes.Structure):
-    """Mirror of `Room` in kernels/rounds.h."""
+    def draft(self) -> Draft:
+        """What was grown, with honest survival."""
+        count = self.count
+        return Draft(
+            self._tokens[:count].tolist(),
+            self._parents[:count].tolist(),
+            self._survival[:count].tolist(),
+        )
 
-    _fields_ = (
-        ("tokens", ctypes.c_void_p),
-        ("parents", ctypes.c_void_p),
-        ("beliefs", ctypes.c_void_p),
-        ("survival", ctypes.c_void_p),
-    )
+    def settle(self, truth: Sequence[int]) -> None:
+        """Learn from the tokens that followed, in its own ratio and in those of the rules."""
+        lib = kernels.library()
+        assert lib, "compiled code has grown it"
+        tokens = array("q", truth)
+        lib.settle(self._rules_at, self.address, tokens.buffer_info()[0], len(tokens))
 
 
 class Rounds:
@@ -72,65 +105,23 @@ class Rounds:
 
     def __init__(self, backend: Compiled) -> None:
         self._lib = backend.lib
-        self._nodes = _Nodes(0)
         self.seconds = 0.0
 
     def _run(
         self,
         round: Callable[..., float],
         network: ctypes.Structure,
-        wanted: Sequence[Wanted],
         rules: Rules,
+        trees: Sequence[Tree],
         *starts: Any,
-    ) -> list[Drafted]:
-        """What a compiled function drafts. starts: what it takes behind the rules."""
-        ends = [_laid_out(each.ends) for each in wanted]
-        trees = self._trees(wanted, ends)
+    ) -> None:
+        """Let a compiled function grow trees. starts: what it takes behind the rules."""
+        addresses = (ctypes.c_void_p * len(trees))(*[tree.address for tree in trees])
         self.seconds = round(
-            ctypes.addressof(network),
-            ctypes.addressof(rules),
-            *starts,
-            trees,
-            self._nodes.room_at,
-            len(trees),
+            ctypes.addressof(network), rules.address, *starts, addresses, len(trees)
         )
         if self.seconds < 0:
             raise CapacityError("no memory for a round of drafting; ask for fewer requests at once")
-        return [self._nodes.drafted(tree.first, tree.first + tree.count) for tree in trees]
-
-    def _trees(self, wanted: Sequence[Wanted], ends: Sequence[array[int]]) -> ctypes.Array[Tree]:
-        """The trees as compiled code is asked for them, with room for their nodes."""
-        trees: list[Any] = []  # tuples, which ctypes makes structures of
-        nodes = 0
-        for each, tokens in zip(wanted, ends, strict=True):
-            trees.append((each.nodes, len(tokens), tokens.buffer_info()[0], each.ratio, nodes))
-            nodes += each.nodes
-        if nodes > self._nodes.count:
-            self._nodes = _Nodes(nodes)
-        return (Tree * len(trees))(*trees)
-
-
-class _Nodes:
-    """Room for all nodes of a round, kept: fresh arrays would cost more than that."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._tokens = array("q", bytes(8 * count))
-        self._parents = array("i", bytes(4 * count))
-        self._beliefs = array("d", bytes(8 * count))
-        self._survival = array("d", bytes(8 * count))
-        arrays = (self._tokens, self._parents, self._beliefs, self._survival)
-        self._room = Room(*(each.buffer_info()[0] for each in arrays))
-        self.room_at = ctypes.addressof(self._room)
-
-    def drafted(self, begin: int, end: int) -> Drafted:
-        """The tree whose nodes lie there."""
-        draft = Draft(
-            self._tokens[begin:end].tolist(),
-            self._parents[begin:end].tolist(),
-            self._survival[begin:end].tolist(),
-        )
-        return draft, self._beliefs[begin:end]
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ import torch
 from forerun.home import cache_folder
 
 FOLDER = Path(__file__).parent
-VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best")
+VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "settle")
 ROUNDS = ("eagle", "medusa", "dflash")
 SOURCES = [FOLDER / f"{name}.c" for name in ("kernels", "rounds", "marginals", *ROUNDS)]
 HEADERS = [FOLDER / "kernels.h", FOLDER / "rounds.h"]
@@ -177,7 +177,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.rank.argtypes = (*lib.logits.argtypes, int32, int32, pointer, pointer)
     for name in VOIDS:
         getattr(lib, name).restype = None
-    trees = (pointer, pointer, int32)
+    lib.settle.argtypes = (pointer, pointer, pointer, int32)
+    trees = (pointer, int32)
     lib.eagle_round.argtypes = (pointer, pointer, ctypes.c_double, pointer, *trees)
     lib.medusa_round.argtypes = (pointer, pointer, pointer, *trees)
     lib.dflash_round.argtypes = (pointer, pointer, int32, pointer, *trees)

@@ -117,9 +117,9 @@ static double run_blocks(Round *r, int32_t width) {
 
 /* slots: of a block, its anchor included. */
 double dflash_round(const Blocks *net, const Rules *rules, int32_t slots, const Block *blocks,
-                    Tree *trees, const Room *room, int32_t count) {
+                    Tree *const trees[], int32_t count) {
     int32_t nodes = 0, drafts = slots - net->first_slot;
-    for (int32_t s = 0; s < count; s++) nodes = larger_of(nodes, trees[s].nodes);
+    for (int32_t s = 0; s < count; s++) nodes = larger_of(nodes, trees[s]->nodes);
     Round r = {.net = net, .blocks = blocks, .count = count, .slots = slots, .drafts = drafts};
     char *memory = kept_memory(lay_out(&r, NULL, rules->width, nodes));
     if (!memory) return -1;
@@ -130,7 +130,7 @@ double dflash_round(const Blocks *net, const Rules *rules, int32_t slots, const 
     for (int32_t s = 0; s < count; s++) {
         int64_t at = (int64_t)s * drafts * rules->width;
         Marginals m = {r.columns + at, r.shares + at, drafts, rules->width, net->ids};
-        best_tree(&m, rules, &r.growing, &trees[s], room);
+        best_tree(&m, rules, &r.growing, trees[s]);
     }
     return seconds;
 }

@@ -53,7 +53,7 @@ typedef struct {
     const Rules *rules;
     double floor; /* no level is begun whose nodes are all less likely */
     Lane *lanes;
-    Tree *trees;
+    Tree *const *trees;
     int32_t count;
     Growth *growths;
     Packing packing;
@@ -83,9 +83,9 @@ static size_t lay_out(Round *r, char *begin) {
         Growth own, *g = begin ? &r->growths[s] : &own;
         int32_t inner = (r->lanes[s].depth - 1) * width, all = width + inner * width;
         nodes += inner;
-        kept = larger_of(kept, r->trees[s].nodes);
+        kept = larger_of(kept, r->trees[s]->nodes);
         g->candidates = take(&memory, all * sizeof(Candidate));
-        g->kept = take(&memory, r->trees[s].nodes * sizeof(Candidate *));
+        g->kept = take(&memory, r->trees[s]->nodes * sizeof(Candidate *));
         g->fresh = take(&memory, width * sizeof(Candidate *));
         g->frontier = take(&memory, width * sizeof(int32_t));
         g->rows = take(&memory, inner * sizeof(int32_t));
@@ -182,7 +182,7 @@ static void keep(Candidate **list, int32_t *count, int32_t most, Candidate *c) {
 /* Choose the next frontier among the candidates of the last level. */
 static void advance(const Round *r, int32_t s) {
     Growth *g = &r->growths[s];
-    int32_t before = g->row_count - g->frontier_count, nodes = r->trees[s].nodes;
+    int32_t before = g->row_count - g->frontier_count, nodes = r->trees[s]->nodes;
     g->frontier_count = 0;
     if (g->level >= r->lanes[s].depth || !g->fresh_count) return;
     if (g->fresh[0]->reached < r->floor) return;
@@ -190,7 +190,7 @@ static void advance(const Round *r, int32_t s) {
     double bound = g->kept_count < nodes ? 0 : g->kept[nodes - 1]->reached;
     for (int32_t i = 0; i < g->fresh_count; i++) {
         const Candidate *c = g->fresh[i];
-        if (!(c->reached > bound) || ends(&r->trees[s], c->token)) continue;
+        if (!(c->reached > bound) || ends(r->trees[s], c->token)) continue;
         g->frontier[g->frontier_count++] = c - g->candidates;
         g->rows[g->row_count++] = g->level == 1 ? -1 : before + c->origin;
     }
@@ -208,12 +208,12 @@ static void extend(const Round *r, int32_t s) {
             int64_t at = (int64_t)(g->begin + place) * width + i, column = r->columns[at];
             double belief = r->shares[at];
             if (!(belief > 0)) continue;
-            double chance = chance_of(r->rules, &r->trees[s], belief);
+            double chance = chance_of(r->rules, r->trees[s], belief);
             if (!(chance > 0)) continue;
             int64_t token = r->net->ids ? r->net->ids[column] : column;
             Candidate *c = &g->candidates[g->count++];
             *c = (Candidate){above * chance, belief, token, parent, place};
-            keep(g->kept, &g->kept_count, r->trees[s].nodes, c);
+            keep(g->kept, &g->kept_count, r->trees[s]->nodes, c);
             keep(g->fresh, &g->fresh_count, width, c);
         }
     }
@@ -272,7 +272,7 @@ static void grow(Round *r) {
 }
 
 /* The likeliest candidates. */
-static void harvest(const Round *r, int32_t s, const Room *room) {
+static void harvest(const Round *r, int32_t s) {
     Growth *g = &r->growths[s];
     for (int32_t i = 0; i < g->kept_count; i++) {
         Candidate *c = g->kept[i];
@@ -280,17 +280,17 @@ static void harvest(const Round *r, int32_t s, const Room *room) {
         int32_t parent = c->parent < 0 ? -1 : g->candidates[c->parent].origin;
         r->kept[i] = (Node){c->belief, c->token, parent};
     }
-    hand_over(r->rules, r->kept, g->kept_count, &r->trees[s], room);
+    hand_over(r->rules, r->kept, g->kept_count, r->trees[s]);
 }
 
-double eagle_round(const Network *net, const Rules *rules, double floor, Lane *lanes, Tree *trees,
-                   const Room *room, int32_t count) {
+double eagle_round(const Network *net, const Rules *rules, double floor, Lane *lanes,
+                   Tree *const trees[], int32_t count) {
     Round r = {.net = net, .rules = rules, .floor = floor, .lanes = lanes, .trees = trees, .count = count};
     char *memory = kept_memory(lay_out(&r, NULL));
     if (!memory) return -1;
     lay_out(&r, memory);
     feed(&r);
     grow(&r);
-    for (int32_t s = 0; s < count; s++) harvest(&r, s, room);
+    for (int32_t s = 0; s < count; s++) harvest(&r, s);
     return r.seconds;
 }

@@ -39,8 +39,7 @@ static Open pop(Open *heap, int32_t count) {
     return first;
 }
 
-void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, Tree *tree,
-               const Room *room) {
+void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, Tree *tree) {
     Open *heap = scratch->open;
     int32_t count = 0, open = 0;
     push(heap, open++, (Open){m->shares[0], -1, 0, 0});
@@ -61,5 +60,5 @@ void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, T
         }
         count++;
     }
-    hand_over(rules, scratch->nodes, count, tree, room);
+    hand_over(rules, scratch->nodes, count, tree);
 }

@@ -80,10 +80,10 @@ static void score(Round *r) {
 }
 
 /* states: per request, what the target's last layer gave behind the last cached token. */
-double medusa_round(const Heads *net, const Rules *rules, const void *const states[], Tree *trees,
-                    const Room *room, int32_t count) {
+double medusa_round(const Heads *net, const Rules *rules, const void *const states[],
+                    Tree *const trees[], int32_t count) {
     int32_t nodes = 0;
-    for (int32_t s = 0; s < count; s++) nodes = larger_of(nodes, trees[s].nodes);
+    for (int32_t s = 0; s < count; s++) nodes = larger_of(nodes, trees[s]->nodes);
     /* No tree is deeper than it has nodes. */
     Round r = {.net = net, .count = count, .places = nodes < net->heads ? nodes : net->heads};
     char *memory = kept_memory(lay_out(&r, NULL, rules->width, nodes));
@@ -98,7 +98,7 @@ double medusa_round(const Heads *net, const Rules *rules, const void *const stat
     for (int32_t s = 0; s < count; s++) {
         int64_t at = (int64_t)s * rules->width, stride = (int64_t)count * rules->width;
         Marginals m = {r.columns + at, r.shares + at, r.places, stride, net->ids};
-        best_tree(&m, rules, &r.growing, &trees[s], room);
+        best_tree(&m, rules, &r.growing, trees[s]);
     }
     return seconds;
 }

@@ -1,5 +1,5 @@
-/* What compiled rounds of drafting share: how trees are asked for and handed over, and memory.
- * Mirrored in models/heads/rounds.py.
+/* What compiled rounds of drafting share: how trees are asked for and handed over, what is learned
+ * of them, and memory. Mirrored in models/heads/rounds.py and models/heads/ratios.py.
  *
  * A round drafts for all requests of a batch in one call, greedily. Between two passes lie a few
  * microseconds of work, but behind a pass of the target, which has moved its weights through all
@@ -15,28 +15,30 @@
 #include <stddef.h>
 #include <string.h>
 
+typedef struct { /* right tokens over expected ones */
+    double *right, *expected, *values;
+    double memory; /* expected tokens after which old ones fade */
+} Ratios;
+
 typedef struct { /* see drafters/calibration.py */
     int32_t width;        /* candidates of a place */
     int32_t bins;         /* of beliefs, which lie between 0 and 1 */
     double most;          /* no chance is larger */
-    const double *ratios; /* [bins + 1] of right to expected tokens */
+    const Ratios *shared; /* [bins + 1], by belief */
 } Rules;
 
-typedef struct { /* the tree of a request */
+typedef struct { /* the tree of a request, its nodes depth first and the likeliest siblings first */
     int32_t nodes; /* it may have */
     int32_t end_count;
     const int64_t *ends; /* tokens that nothing follows */
-    double ratio;        /* its own, of right to expected tokens */
-    int32_t first;       /* of its nodes in the room */
-    int32_t count;       /* of them; filled */
-} Tree;
-
-typedef struct { /* nodes of all trees, each depth first and the likeliest siblings first */
+    const Ratios *own;   /* [1], of the request */
+    int32_t count;       /* of its nodes, for which there is room below */
     int64_t *tokens;
-    int32_t *parents;  /* in its tree, -1: the root */
-    double *beliefs;   /* that it is right if its ancestors are */
+    int32_t *parents;  /* -1: the root */
+    double *beliefs;   /* that a node is right if its ancestors are */
     double *survival;  /* the chance that it and its ancestors are, corrected */
-} Room;
+    int32_t *behind;   /* scratch of `settle` */
+} Tree;
 
 typedef struct { /* of a tree that is handed over */
     double belief;
@@ -76,9 +78,8 @@ char *kept_memory(size_t bytes);
 
 double chance_of(const Rules *rules, const Tree *tree, double belief);
 int ends(const Tree *tree, int64_t token);
-void hand_over(const Rules *rules, const Node *nodes, int32_t count, Tree *tree, const Room *room);
-void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, Tree *tree,
-               const Room *room);
+void hand_over(const Rules *rules, const Node *nodes, int32_t count, Tree *tree);
+void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, Tree *tree);
 
 static inline int32_t larger_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
