@@ -54,6 +54,13 @@ class Place:
         return params.greedy and not params.edits_logits and not self.forbids_stop
 
 
+def takes_largest(request: Request) -> bool:
+    """`Place(request).is_argmax` without its five calls: drafters ask in every round."""
+    params = request.params
+    reached = not params.min_tokens or request.output_length >= params.min_tokens
+    return params.temperature == 0 and not params.edits_logits and reached
+
+
 # ---- tokens -------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ from forerun.models.heads.eagle_round import EagleRounds, Start
 from forerun.models.heads.eagle_runner import EagleRunner
 from forerun.models.packing import Part, joined, pack_parts
 from forerun.models.target import opened
-from forerun.sampling import Place
+from forerun.sampling import Place, takes_largest
 
 WAITING = 512  # features of a request that may wait for their rows
 NODES = 16  # of a tree
@@ -135,7 +135,7 @@ class EagleDrafter(Drafter):
         ]
         if not lanes:
             return [Draft()] * len(requests)
-        plain = all(Place(lane.request).is_argmax for lane in lanes)
+        plain = all(takes_largest(lane.request) for lane in lanes)
         if plain and (rounds := self._runner.rounds):
             found = self._round(lanes, rounds)
         else:

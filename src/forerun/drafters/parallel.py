@@ -20,7 +20,7 @@ from forerun.drafters.laws import SILENT, Law
 from forerun.drafters.marginals import Candidates, best_tree, candidates, law_of
 from forerun.models.heads.rounds import Rules, Tree
 from forerun.models.target import opened
-from forerun.sampling import Place
+from forerun.sampling import takes_largest
 
 
 class ParallelDrafter(Drafter):
@@ -44,7 +44,7 @@ class ParallelDrafter(Drafter):
         asked, nodes = self._able(requests, budgets)
         if not asked:
             return [Draft()] * len(requests)
-        if self._has_rounds() and all(Place(request).is_argmax for request in asked):
+        if self._has_rounds() and all(map(takes_largest, asked)):
             drafts = self._in_one_call(asked, nodes)
         else:
             drafts = self._step_by_step(asked, nodes)
