@@ -52,10 +52,13 @@ def test_specs_name_them(drafts: Path, capsys: pytest.CaptureFixture[str]) -> No
             assert out
 
 
-def test_auto_is_all_that_ships(drafts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_is_what_ships_and_one_network(
+    drafts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [kind for kind, _ in _checked("auto")] == ["corpus", "medusa"]
     (drafts / "eagle3").mkdir()
     kinds = [(kind, getattr(options, "top_k", None)) for kind, options in _checked("auto")]
-    assert kinds == [("corpus", None), ("medusa", None), ("eagle3", 4)]
+    assert kinds == [("corpus", None), ("eagle3", 4)]
     (drafts / "eagle3").rmdir()
     (drafts.parent / NAME).rename(drafts.parent / "model")
     code, out, err = run(capsys, "generate", "abc", "--model", "model", "--draft", "auto")
