@@ -50,14 +50,14 @@ class Place:
     @property
     def is_argmax(self) -> bool:
         """Whether the choice is the largest logit as it stands."""
-        params = self.request.params
-        return params.greedy and not params.edits_logits and not self.forbids_stop
+        return takes_largest(self.request, len(self.drafted))
 
 
-def takes_largest(request: Request) -> bool:
-    """`Place(request).is_argmax` without its five calls: drafters ask in every round."""
+def takes_largest(request: Request, drafted: int = 0) -> bool:
+    """`Place.is_argmax` behind so many drafted tokens; drafters ask in every round, without a place
+    for each request."""
     params = request.params
-    reached = not params.min_tokens or request.output_length >= params.min_tokens
+    reached = not params.min_tokens or request.output_length + drafted >= params.min_tokens
     return params.temperature == 0 and not params.edits_logits and reached
 
 

@@ -202,9 +202,7 @@ class Trainer:
         else:
             marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
             always = vocabulary.controls(list(marks), self.model.stop_ids)
-        return vocabulary.choose(
-            counts_V, wanted if known_U is None else max(wanted, len(known_U)), always
-        )
+        return vocabulary.choose(counts_V, wanted, always)
 
     def _prepare(self) -> None:
         objective = self.objective
