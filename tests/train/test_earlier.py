@@ -82,8 +82,9 @@ def test_an_earlier_draft_may_come_to_propose_more(
     assert torch.equal(found.pop(OUTPUT[kind]), rows_UC)
     assert all(torch.equal(found[n], kept[n]) for n in found if found[n].is_floating_point())
     wider.run()
-    same = trainer(model, tmp_path / "third", kind, start=start, draft_vocab=150)
-    assert torch.equal(same.objective.vocabulary.ids_U, known_U)
+    for name, size in (("third", 150), ("fourth", "all")):
+        same = trainer(model, tmp_path / name, kind, start=start, draft_vocab=size)
+        assert torch.equal(same.objective.vocabulary.ids_U, known_U)
 
 
 def test_a_draft_that_is_built_otherwise_is_refused(model: LoadedModel, tmp_path: Path) -> None:

@@ -193,12 +193,13 @@ class Trainer:
         propose more now, never less."""
         recipe, size = self.recipe, self.model.target.info.vocab_size
         wanted = size if recipe.draft_vocab == "all" else recipe.draft_vocab
-        if wanted >= size or (recipe.start and known_U is None):
+        if known_U is None and (recipe.start or wanted >= size):
             return vocabulary.full(size)
         counts_V = vocabulary.count(self.train, size)
         if known_U is not None:
+            if not len(known_U) < wanted < size:  # a part of the tokens stays one
+                return vocabulary.given(known_U, counts_V)
             always = frozenset(known_U.tolist())
-            wanted = max(wanted, len(always))
         else:
             marks = map(self.model.tokenizer.token_id, self.model.tokenizer.special_tokens.values())
             always = vocabulary.controls(list(marks), self.model.stop_ids)
