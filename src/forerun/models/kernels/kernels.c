@@ -15,6 +15,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -197,36 +200,40 @@ void add_silu(const void *x, const void *y, int64_t stride, void *out, int32_t r
 }
 
 #define COLUMNS 32 /* of a block of a packed weight: two vectors */
-#define ROWS 8     /* that share one walk over a block */
+#define ROWS 8     /* that share one walk over a block: their sums fill the registers */
+#define SOON 48    /* steps of a walk that memory needs */
 
-/* n rows (a constant at each call) from row r on, times one block of columns. */
+static int64_t words_of_block(const Matrix *m, int bf16) { return (int64_t)COLUMNS * (m->in >> bf16); }
+
+static const uint32_t *block_of(const Matrix *m, int32_t block, int bf16) {
+    return (const uint32_t *)m->weight + block * words_of_block(m, bf16);
+}
+
+/* n rows (a constant at each call) from row r on, times one block of columns, a word of each column
+ * in every step: a pair of bfloat16 or a float32. `lines` (a constant, too) more of 64 bytes are
+ * asked for in every step, from `ahead` on. */
 INLINE void block_product(const Matrix *m, const void *x, const void *residual, void *out,
-                          int64_t r, const int n, int32_t block, int bf16, int out_bf16) {
+                          int64_t r, const int n, int32_t block, const uint32_t *ahead,
+                          const int lines, const int bf16, const int out_bf16) {
     vf a[ROWS], b[ROWS]; /* arrays of constant size stay in registers, a[n] would not */
+    const int64_t steps = m->in >> bf16;
+    const uint32_t *w = block_of(m, block, bf16), *inputs = (const uint32_t *)x + r * steps;
     for (int i = 0; i < n; i++) a[i] = b[i] = (vf){0};
-    if (bf16) {
-        const uint32_t *w = (const uint32_t *)m->weight + (int64_t)block * COLUMNS * (m->in / 2);
-        const uint32_t *pairs = (const uint32_t *)x + r * (m->in / 2);
-        for (int k = 0; k < m->in / 2; k++, w += COLUMNS) {
-            vu w0, w1;
-            __builtin_prefetch(w + 48 * COLUMNS);
-            __builtin_prefetch(w + 48 * COLUMNS + LANES);
-            memcpy(&w0, w, sizeof w0);
-            memcpy(&w1, w + LANES, sizeof w1);
-            for (int i = 0; i < n; i++) {
-                uint32_t pair = pairs[(int64_t)i * (m->in / 2) + k];
-                a[i] = dot(a[i], w0, pair);
-                b[i] = dot(b[i], w1, pair);
-            }
-        }
-    } else {
-        const float *w = (const float *)m->weight + (int64_t)block * COLUMNS * m->in;
-        for (int k = 0; k < m->in; k++, w += COLUMNS) {
-            vf w0 = load(w, 0, 0), w1 = load(w, LANES, 0);
-            for (int i = 0; i < n; i++) {
-                float input = ((const float *)x)[(r + i) * m->in + k];
-                a[i] += w0 * input;
-                b[i] += w1 * input;
+    for (int64_t k = 0; k < steps; k++, w += COLUMNS, ahead += lines * LANES) {
+        vu w0, w1;
+        for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + i * LANES, 0, 2);
+        memcpy(&w0, w, sizeof w0);
+        memcpy(&w1, w + LANES, sizeof w1);
+        for (int i = 0; i < n; i++) {
+            uint32_t word = inputs[i * steps + k];
+            if (bf16) {
+                a[i] = dot(a[i], w0, word);
+                b[i] = dot(b[i], w1, word);
+            } else {
+                float input;
+                memcpy(&input, &word, sizeof input);
+                a[i] += (vf)w0 * input;
+                b[i] += (vf)w1 * input;
             }
         }
     }
@@ -243,29 +250,64 @@ INLINE void block_product(const Matrix *m, const void *x, const void *residual, 
     }
 }
 
-INLINE void product_of_type(const Matrix *m, const void *x, const void *residual, void *out,
-                            int32_t rows, const int bf16, const int out_bf16) {
-    int32_t blocks = (m->out + COLUMNS - 1) / COLUMNS;
-#pragma omp for schedule(static)
-    for (int32_t block = 0; block < blocks; block++) {
-        int32_t r = 0;
-        for (; r + ROWS <= rows; r += ROWS)
-            block_product(m, x, residual, out, r, ROWS, block, bf16, out_bf16);
-        switch (rows - r) {
-#define CASE(n)                                                                       \
-    case n: block_product(m, x, residual, out, r, n, block, bf16, out_bf16); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+/* All rows times one block, in walks that are as even as can be, because few rows wait for their sums.
+ * Memory is to be busy all the time, not only in the first walk, where weights come from it: so the
+ * first two ask for a half each of what comes behind the block (`next`, or null), and one that is
+ * alone for what it needs itself soon. */
+INLINE void rows_product(const Matrix *m, const void *x, const void *residual, void *out, int32_t rows,
+                         int32_t block, const uint32_t *next, const int bf16, const int out_bf16) {
+    int64_t walks = (rows + ROWS - 1) / ROWS, half = words_of_block(m, bf16) / 2;
+    for (int64_t walk = 0; walk < walks; walk++) {
+        int64_t r = rows * walk / walks;
+        const uint32_t *soon = block_of(m, block, bf16) + SOON * COLUMNS;
+        switch (rows * (walk + 1) / walks - r) {
+#define CASE(n)                                                                                   \
+    case n:                                                                                       \
+        if (walks == 1) block_product(m, x, residual, out, r, n, block, soon, 2, bf16, out_bf16); \
+        else if (walk < 2 && next)                                                                \
+            block_product(m, x, residual, out, r, n, block, next + walk * half, 1, bf16, out_bf16); \
+        else block_product(m, x, residual, out, r, n, block, next, 0, bf16, out_bf16);            \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
         }
     }
 }
 
-/* out = x W^T + b (+ residual); x and residual of the model's type. out may be the residual. */
+/* The blocks [begin, end) of a matrix that are this thread's. */
+static void own_blocks(const Matrix *m, int32_t *begin, int32_t *end) {
+    int64_t blocks = (m->out + COLUMNS - 1) / COLUMNS, thread = 0, threads = 1;
+#ifdef _OPENMP
+    thread = omp_get_thread_num();
+    threads = omp_get_num_threads();
+#endif
+    *begin = blocks * thread / threads;
+    *end = blocks * (thread + 1) / threads;
+}
+
+INLINE void product_of_type(const Matrix *m, const void *x, const void *residual, void *out,
+                            int32_t rows, const Matrix *then, const int bf16, const int out_bf16) {
+    int32_t begin, end, first;
+    const uint32_t *after = NULL;
+    if (then) {
+        own_blocks(then, &first, &end);
+        after = block_of(then, first, bf16);
+    }
+    own_blocks(m, &begin, &end);
+    for (int32_t block = begin; block < end; block++) {
+        const uint32_t *next = block + 1 < end ? block_of(m, block + 1, bf16) : after;
+        rows_product(m, x, residual, out, rows, block, next, bf16, out_bf16);
+    }
+#pragma omp barrier
+}
+
+/* out = x W^T + b (+ residual); x and residual of the model's type. out may be the residual. `then`,
+ * or null: whose product comes next. */
 static void product(const Matrix *m, const void *x, const void *residual, void *out, int32_t rows,
-                    int bf16, int out_bf16) {
-    if (bf16 && out_bf16) product_of_type(m, x, residual, out, rows, 1, 1);
-    else if (bf16) product_of_type(m, x, residual, out, rows, 1, 0);
-    else product_of_type(m, x, residual, out, rows, 0, 0);
+                    const Matrix *then, int bf16, int out_bf16) {
+    if (bf16 && out_bf16) product_of_type(m, x, residual, out, rows, then, 1, 1);
+    else if (bf16) product_of_type(m, x, residual, out, rows, then, 1, 0);
+    else product_of_type(m, x, residual, out, rows, then, 0, 0);
 }
 
 /* Positions and path shapes of a pass; once per pass, before its layers. */
@@ -661,12 +703,12 @@ static void attention(const Pass *pass, const Layer *layer, const void *qkv, voi
 
 /* y = x + [norm](x' W^T): one half of a layer ends like this */
 static void add(const Pass *pass, const Layer *layer, const Matrix *m, const void *x,
-                const float *norm, void *hidden) {
+                const float *norm, const Matrix *then, void *hidden) {
     if (!norm) {
-        product(m, x, hidden, hidden, pass->rows, layer->bf16, layer->bf16);
+        product(m, x, hidden, hidden, pass->rows, then, layer->bf16, layer->bf16);
         return;
     }
-    product(m, x, NULL, pass->wide, pass->rows, layer->bf16, layer->bf16);
+    product(m, x, NULL, pass->wide, pass->rows, then, layer->bf16, layer->bf16);
     rms_norm(pass->wide, norm, hidden, hidden, pass->rows, m->out, layer->norm_eps, layer->bf16);
 }
 
@@ -696,15 +738,18 @@ static const void *read_input(const Pass *pass, const Layer *l, const void *besi
     return pass->narrow;
 }
 
-static void run_layer(const Pass *pass, const Layer *l, const void *beside, void *hidden) {
-    int32_t rows = pass->rows, dim = l->o.out;
-    product(&l->qkv, read_input(pass, l, beside, hidden), NULL, pass->wide, rows, l->bf16, l->bf16);
+/* `then`, or null: the layer behind this one. */
+static void run_layer(const Pass *pass, const Layer *l, const Layer *then, const void *beside,
+                      void *hidden) {
+    int32_t rows = pass->rows, dim = l->o.out, bf16 = l->bf16;
+    const Matrix *next = then ? &then->qkv : NULL;
+    product(&l->qkv, read_input(pass, l, beside, hidden), NULL, pass->wide, rows, &l->o, bf16, bf16);
     attention(pass, l, pass->wide, pass->narrow);
-    add(pass, l, &l->o, pass->narrow, l->after_attention, hidden);
-    rms_norm(hidden, l->before_mlp, NULL, pass->narrow, rows, dim, l->norm_eps, l->bf16);
-    product(&l->gate_up, pass->narrow, NULL, pass->wide, rows, l->bf16, l->bf16);
-    gated(pass->wide, pass->narrow, rows, l->down.in, l->gelu, l->bf16);
-    add(pass, l, &l->down, pass->narrow, l->after_mlp, hidden);
+    add(pass, l, &l->o, pass->narrow, l->after_attention, &l->gate_up, hidden);
+    rms_norm(hidden, l->before_mlp, NULL, pass->narrow, rows, dim, l->norm_eps, bf16);
+    product(&l->gate_up, pass->narrow, NULL, pass->wide, rows, &l->down, bf16, bf16);
+    gated(pass->wide, pass->narrow, rows, l->down.in, l->gelu, bf16);
+    add(pass, l, &l->down, pass->narrow, l->after_mlp, next, hidden);
 }
 
 #define WORTH_A_TEAM 50000 /* multiplications; fewer are done before a second thread has woken up */
@@ -715,7 +760,8 @@ void run(const Pass *pass, const Layer *const layers[], int32_t count, const voi
     const Layer *l = layers[0];
     int64_t work = (int64_t)pass->rows * l->o.out * (l->qkv.out + l->gate_up.out);
 #pragma omp parallel if (work > WORTH_A_TEAM)
-    for (int32_t i = 0; i < count; i++) run_layer(pass, layers[i], beside, hidden);
+    for (int32_t i = 0; i < count; i++)
+        run_layer(pass, layers[i], i + 1 < count ? layers[i + 1] : NULL, beside, hidden);
 }
 
 /* The rows of qkv that give keys and values, and up to 31 before them: weights lie in blocks. */
@@ -730,7 +776,7 @@ static Matrix kv_rows(const Layer *l) {
 
 static void append_to_layer(const Pass *pass, const Layer *l, const void *x) {
     Matrix m = kv_rows(l);
-    product(&m, x, NULL, pass->wide, pass->rows, l->bf16, l->bf16);
+    product(&m, x, NULL, pass->wide, pass->rows, NULL, l->bf16, l->bf16);
 #pragma omp for schedule(static)
     for (int32_t r = 0; r < pass->rows; r++) {
         Place p = place_of(pass, l, r);
@@ -750,7 +796,7 @@ void append(const Pass *pass, const Layer *const layers[], int32_t count, const 
 /* out = x W^T + b */
 void linear(const Matrix *m, const void *x, void *out, int32_t rows, int32_t bf16) {
 #pragma omp parallel if ((int64_t)rows * m->in * m->out > WORTH_A_TEAM)
-    product(m, x, NULL, out, rows, bf16, bf16);
+    product(m, x, NULL, out, rows, NULL, bf16, bf16);
 }
 
 /* out = x / rms(x) * weight */
@@ -766,7 +812,7 @@ void logits(const void *x, const float *norm, float eps, const Matrix *head, voi
 #pragma omp parallel if ((int64_t)rows * head->in * head->out > WORTH_A_TEAM)
     {
         if (norm) rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
-        product(head, norm ? normed : x, NULL, out, rows, bf16, 0);
+        product(head, norm ? normed : x, NULL, out, rows, NULL, bf16, 0);
     }
 }
 
@@ -901,7 +947,7 @@ double rank(const void *x, const float *norm, float eps, const Matrix *head, voi
 #pragma omp parallel if ((int64_t)rows * head->in * head->out > WORTH_A_TEAM)
     {
         if (norm) rms_norm(x, norm, NULL, normed, rows, head->in, eps, bf16);
-        product(head, norm ? normed : x, NULL, scores, rows, bf16, 0);
+        product(head, norm ? normed : x, NULL, scores, rows, NULL, bf16, 0);
 #pragma omp master
         begin = now();
         best_of_rows(scores, rows, head->out, size, count, columns, shares, scratch);
