@@ -72,6 +72,7 @@ def _key(target: Target, wanted: Sequence[Load]) -> dict[str, Any]:
     """All that costs depend on."""
     info = target.info
     on_gpu = info.device.type == "cuda"
+    backend = getattr(target, "backend", target)
     return {
         "machine": torch.cuda.get_device_name(info.device) if on_gpu else kernels.processor(),
         "device": info.device.type,
@@ -79,7 +80,7 @@ def _key(target: Target, wanted: Sequence[Load]) -> dict[str, Any]:
         "model": info.name,
         "shape": [info.architecture, info.vocab_size, info.hidden_size, info.layers],
         "dtype": str(info.dtype).removeprefix("torch."),
-        "computed_by": type(getattr(target, "backend", target)).__name__,
+        "computed_by": getattr(backend, "build", type(backend).__name__),
         "loads": [list(astuple(load)) for load in wanted],
     }
 

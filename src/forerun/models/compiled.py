@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Compiled:
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, lib: ctypes.CDLL) -> None:
         self.config = config
         self.lib = lib
+        self.build = Path(lib._name).stem  # another one for other sources, compilers, processors
         self.dtype = dtype
         self.bf16 = dtype is torch.bfloat16
         self.scale = config.attention_scale or config.head_dim**-0.5
