@@ -139,7 +139,7 @@ def test_every_drafter_leaves_the_tokens_as_they_are(
         ("typical", "greedy"),
     ],
 )
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, *COMBINED])
 def test_verifiers_agree_where_they_must(
     models: Models, plain, spec: str, verifier: str, sampling: str
 ) -> None:

@@ -119,7 +119,7 @@ def draw(probs_V: Tensor, seed: int, position: int, stream: int) -> int:
 
 
 def contenders(
-    logits_NV: Tensor, place: Place, ids_V: Tensor | None = None, count: int = 256
+    logits_NV: Tensor, place: Place, ids_V: Tensor | None = None, count: int = 128
 ) -> tuple[Tensor, Tensor]:
     """Columns of the likeliest tokens of rows at one place, and the scores that they race with.
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from enumeration import Chance, Toy, outcomes
 from forerun.core import Draft, Request, SamplingParams, Verdict
+from forerun.drafters import base
+from forerun.drafters.combined import Combined
 from forerun.sampling import Place, law
 from forerun.verify import Verifier, follow, make_verifier, reference, rejection, typical
 
@@ -61,6 +63,32 @@ def sampled_tree(q: Toy, widths: Sequence[int], replace: bool = False) -> Drafte
 
 def fixed(tokens: Sequence[int], parents: Sequence[int]) -> Drafter:
     return lambda chance, prefix: Draft(tokens, parents, [1.0] * len(tokens))
+
+
+class Played(base.Drafter):
+    """A drafter of this file, as the engine has them."""
+
+    def __init__(self, drafter: Drafter, chance: Chance) -> None:
+        self.name = "played"  # type: ignore[misc]
+        self.drafter, self.chance = drafter, chance
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        return [self.drafter(self.chance, request.tokens) for request in requests]
+
+
+def in_turn(first: Drafter, second: Drafter) -> Drafter:
+    """Asked as `a+b` is under the rejection rule."""
+
+    def draft(chance: Chance, prefix: Sequence[int]) -> Draft:
+        request = Request(0, list(prefix), len(prefix), PLAIN, seed=0)
+        both = Combined([Played(first, chance), Played(second, chance)])
+        return both.propose([request], [9])[0]
+
+    return draft
+
+
+def sometimes(drafter: Drafter) -> Drafter:
+    return lambda chance, prefix: drafter(chance, prefix) if chance.flip(0.4) else Draft()
 
 
 FIXED = {
@@ -198,6 +226,16 @@ def test_certain_drafts_are_exact(
     assert largest_error(patch, make_verifier(name), Toy(3, seed=1), drafter, params) < 1e-12
 
 
+@pytest.mark.parametrize("params", [PLAIN, EDITED], ids=["plain", "edited"])
+@pytest.mark.parametrize("first", [FIXED["tree"], sampled_tree(Toy(3, seed=3), [2])])
+def test_drafters_that_take_turns_are_exact(
+    patch: pytest.MonkeyPatch, first: Drafter, params: SamplingParams
+) -> None:
+    drafter = in_turn(sometimes(first), sampled_tree(Toy(3, seed=2), [1, 1]))
+    error = largest_error(patch, make_verifier("rejection"), Toy(3, seed=1), drafter, params)
+    assert error < 1e-12
+
+
 @pytest.mark.parametrize("widths", [[1, 1], [2, 2]])
 def test_sampled_drafts_whose_law_was_lost_are_exact(
     patch: pytest.MonkeyPatch, widths: list[int]
@@ -245,6 +283,18 @@ def test_siblings_without_replacement_that_hide_it_are_noticed(patch: pytest.Mon
 
     verifier = make_verifier("rejection")
     assert largest_error(patch, verifier, Toy(3, seed=1), hiding, length=2) > 1e-3
+
+
+def test_turns_that_hang_on_what_was_drawn_are_noticed(patch: pytest.MonkeyPatch) -> None:
+    drawn = sampled_tree(Toy(3, seed=3), [1])
+
+    def picky(chance: Chance, prefix: Sequence[int]) -> Draft:
+        draft = drawn(chance, prefix)
+        return draft if draft.tokens[0] == 1 else Draft()
+
+    drafter = in_turn(picky, sampled_tree(Toy(3, seed=2), [1]))
+    error = largest_error(patch, make_verifier("rejection"), Toy(3, seed=1), drafter, length=2)
+    assert error > 1e-3
 
 
 def test_typical_is_lossy(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,10 @@
 At every node each source is asked for its law. A token that several name is one candidate; its
 chance is mixed from their beliefs (`mixing.py`), and the likeliest paths make the tree.
 
+Where the target samples, each source has weighed its law with the target's noise already. In a
+mixture of logarithms that is the mixed law, coupled once, by a weight that is learned with the
+others: w1 (log q1 + c1 noise) + w2 (log q2 + c2 noise).
+
 Sources that run no network take next to no time and are always asked. Whether one of the networks,
 all or none are asked besides is for the plan to say, by what rounds take and what drafts bring.
 """
