@@ -15,13 +15,23 @@ from twins import Twins
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
+EAGLE_1 = {"kind": "eagle", "layout": "vllm"}
 FLAGS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3.1": {"fc_norm": True, "norm_output": True},
     "reduced": {"draft_vocab_size": 64, "norm_before_fc": True, "norm_before_residual": True},
     "window": {"sliding_window": 6, "qk_norm": True, "own_embedding": True},
+    "lent head": {"own_head": False, "layout": "vllm"},
+    "eagle": EAGLE_1,
+    "two layers": {**EAGLE_1, "layers": 2, "fc_bias": False, "own_embedding": True},
 }
 SHAPES = ["top_k=1", "top_k=3,nodes=14", "k=6,top_k=5,nodes=9", "top_k=2,nodes=50"]
+
+
+def drafted(folder: Path, target: LoadedModel, flags: str) -> str:
+    """The spec of a draft, without options."""
+    numbers = {"kind": "eagle3", "layout": "speculators", **FLAGS[flags]}
+    return f"{numbers['kind']}:{tiny_eagle(folder / 'draft', target, seed=3, **numbers)}"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -29,8 +39,8 @@ SHAPES = ["top_k=1", "top_k=3,nodes=14", "k=6,top_k=5,nodes=9", "top_k=2,nodes=5
 def test_equals_growth_level_by_level(
     target: LoadedModel, tmp_path: Path, flags: str, shape: str
 ) -> None:
-    folder = tiny_eagle(tmp_path / "draft", target, layout="speculators", seed=3, **FLAGS[flags])
-    twins = Twins(target, f"eagle3:{folder},min_prob=0.02,{shape}", seed=len(flags))
+    spec = f"{drafted(tmp_path, target, flags)},min_prob=0.02,{shape}"
+    twins = Twins(target, spec, seed=len(flags))
     assert len(twins.live(8)) > 2, "trees of several sizes"
     assert len(set(twins.ratios)) > 2, "beliefs are corrected"
 
@@ -38,8 +48,8 @@ def test_equals_growth_level_by_level(
 @pytest.mark.parametrize("flags", FLAGS)
 def test_the_same_in_bfloat16(folder: Path, tmp_path: Path, flags: str) -> None:
     target = load(str(folder), "bfloat16", "cpu")
-    draft = tiny_eagle(tmp_path / "draft", target, layout="speculators", seed=3, **FLAGS[flags])
-    Twins(target, f"eagle3:{draft},min_prob=0.02,top_k=3,nodes=14", seed=1).live(6)
+    spec = f"{drafted(tmp_path, target, flags)},min_prob=0.02,top_k=3,nodes=14"
+    Twins(target, spec, seed=1).live(6)
 
 
 @pytest.mark.parametrize("floor", [0, 0.05, 0.3, 1])

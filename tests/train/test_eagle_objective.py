@@ -54,7 +54,7 @@ class Drafting:
         drafter = make_drafter(f"eagle3:{folder},k=4", context)
         assert isinstance(drafter, EagleThree)
         assert drafter.taps == objective.taps
-        self.drafter, self.runner = drafter, drafter._runner
+        self.runner = drafter._runner
 
     def logits(self, taps_RTC: Tensor, tokens: list[int], anchor: int, steps: int) -> Tensor:
         """Behind row `anchor`, if the text is what is drafted, [S, U]."""
@@ -63,7 +63,7 @@ class Drafting:
         store.reserve(span, rows + steps)
         chain = range(-1, rows + steps)
         packed = pack_parts(tokens[1 : rows + 1], [Part(span, chain[:rows], rows)])
-        features_RF = self.drafter._features(taps_RTC[:rows]).contiguous()
+        features_RF = taps_RTC[:rows].flatten(1).contiguous()
         hidden_1C = self.runner.run(packed, self.runner.fuse(features_RF))[-1:].clone()
         store.commit(span, range(rows))
         found = [self.runner.logits(hidden_1C)]

@@ -13,7 +13,6 @@ was accepted are computed again from what the target says.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -123,10 +122,6 @@ class EagleDrafter(Drafter):
         if (info := known()) and (problems := checkpoint.misfits(settings, info)):
             raise ConfigError(f"the draft does not fit: {problems[0]}; choose one made for it")
 
-    @abstractmethod
-    def _features(self, taps_RTC: Tensor) -> Tensor:
-        """What the network is fed of the taps, [R, F], contiguous."""
-
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         lanes = [
             lane
@@ -183,7 +178,7 @@ class EagleDrafter(Drafter):
         if follower.features != begin or request.cached > self._runner.settings.max_length:
             self._forget(request)
         else:
-            follower.waiting.append(self._features(taps_RTC))
+            follower.waiting.append(taps_RTC.flatten(1).contiguous())
             follower.unfed += rows
 
     def _enter(self, request: Request, budget: int) -> Lane | None:
@@ -350,9 +345,6 @@ class Eagle(EagleDrafter):
         super().__init__(options, context)
         self.taps = (context.target.info.layers,)
 
-    def _features(self, taps_RTC: Tensor) -> Tensor:
-        return self._target.final_norm(taps_RTC[:, 0])
-
 
 class EagleThree(EagleDrafter):
     """EAGLE-3 and 3.1."""
@@ -365,6 +357,3 @@ class EagleThree(EagleDrafter):
         settings = self._runner.settings
         assert isinstance(settings, Eagle3Settings)
         self.taps = settings.taps or default_taps(context.target.info.layers)
-
-    def _features(self, taps_RTC: Tensor) -> Tensor:
-        return taps_RTC.flatten(1).contiguous()

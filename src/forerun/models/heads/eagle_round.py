@@ -1,4 +1,4 @@
-"""Greedy rounds of an EAGLE-3 draft, each in one compiled call (kernels/eagle.c).
+"""Greedy rounds of an EAGLE draft, each in one compiled call (kernels/eagle.c).
 
 R rows that are due, F features per row, C hidden size, V vocabulary of the target, U of the draft.
 """
@@ -51,6 +51,7 @@ class NetworkOfRound(ctypes.Structure):
         ("last_norm", ctypes.c_void_p),
         ("norm_eps", ctypes.c_float),
         ("norm_output", ctypes.c_int32),
+        ("joins", ctypes.c_int32),
         ("size", ctypes.c_int32),
         ("ids", ctypes.c_void_p),
     )
@@ -72,7 +73,12 @@ class Lane(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What rows are computed with. feature_norms: of equal parts of the features."""
+    """What rows are computed with.
+
+    feature_norms: of equal parts of the features. norm_eps: of all norms outside of layers. joins:
+    fc reads embedding and state of every row, and features are states (EAGLE-1); otherwise it makes
+    states of features (EAGLE-3).
+    """
 
     layers: Sequence[Layer]
     embedding_VC: Tensor
@@ -80,7 +86,9 @@ class Network:
     head: PackedMatrix
     feature_norms: Sequence[Tensor]
     last_norm_C: Tensor | None
+    norm_eps: float
     norm_output: bool
+    joins: bool
     ids_U: Tensor | None
 
 
@@ -96,7 +104,7 @@ class EagleRounds(Rounds):
         self._address = NetworkOfRound(
             backend.bf16,
             backend.config.hidden_size,
-            n.fc.address.in_,
+            backend.config.hidden_size if n.joins else n.fc.address.in_,
             len(n.layers),
             len(norms),
             None,  # layers move with the positions that are in use
@@ -105,8 +113,9 @@ class EagleRounds(Rounds):
             n.fc.address,
             n.head.address,
             address(n.last_norm_C),
-            backend.config.norm_eps,
+            n.norm_eps,
             n.norm_output,
+            n.joins,
             n.head.outputs,
             address(n.ids_U),
         )

@@ -23,6 +23,7 @@ from forerun.models.heads.fused import (
     fused_layer,
     norm_weight,
 )
+from forerun.models.heads.rounds import lent_head
 from forerun.models.layers import Backend, Layer
 from forerun.models.packing import Packed
 from forerun.models.rope import Rope
@@ -35,7 +36,7 @@ class EagleRunner:
 
     The network itself is not kept: what is needed of it was laid out anew. store: its keys and
     values, `slots` tokens of them. ids_U: the target's ids of the draft's tokens where they differ.
-    rounds: greedy rounds in one call each, where they can be had: EAGLE-3 in compiled layers.
+    rounds: greedy rounds in one call each, where they can be had.
     """
 
     def __init__(self, network: EagleDraft, target: OpenTarget, slots: int) -> None:
@@ -69,17 +70,23 @@ class EagleRunner:
         self.rounds = self._compiled_rounds()
 
     def _compiled_rounds(self) -> EagleRounds | None:
-        if not isinstance(self._backend, Compiled) or not self._reads_beside or self._head is None:
-            return None
         own = self._embedding_VC
+        norms, eps = self._feature_norms, self.settings.norm_eps
+        if not self._reads_beside and isinstance(self._target.backend, Compiled):
+            norms, eps = [self._target.final_norm_C], self._target.backend.config.norm_eps
+        head = lent_head(self._target) if self._head is None else self._head
+        if not isinstance(self._backend, Compiled) or head is None:
+            return None
         network = Network(
             self._layers,
             self._target.embedding_VC if own is None else own,
             self._fc,
-            self._head,
-            self._feature_norms,
+            head,
+            norms,
             self._last_norm_C,
+            eps,
             self._norm_output,
+            not self._reads_beside,
             self.ids_U,
         )
         return EagleRounds(self._backend, self.store, network)
@@ -90,9 +97,9 @@ class EagleRunner:
         return torch.empty(1, self.settings.hidden_size, dtype=info.dtype, device=info.device)
 
     def fuse(self, features_NF: Tensor) -> Tensor:
-        """See `EagleDraft.fuse`; [N, C]."""
+        """From states of the target, side by side, to those that rows are fed; [N, C]."""
         if not self._reads_beside:
-            return features_NF.clone()  # a pass writes over what it is fed
+            return self._target.final_norm(features_NF)
         if norms := self._feature_norms:
             parts = (part.contiguous() for part in features_NF.chunk(len(norms), -1))
             normed = [self._backend.norm(*pair) for pair in zip(parts, norms, strict=True)]

@@ -1,4 +1,4 @@
-/* A greedy round of an EAGLE-3 draft (models/heads/eagle.py): the rows that are due, then a tree per
+/* A greedy round of an EAGLE draft (models/heads/eagle.py): the rows that are due, then a tree per
  * request, level by level.
  *
  * The same is said at more leisure in drafters/eagle.py and drafters/growing.py, which also draft
@@ -16,6 +16,9 @@ typedef struct {
     const float *last_norm; /* or null */
     float norm_eps;
     int32_t norm_output; /* last_norm is part of what a row hands on, not of the head */
+    int32_t joins;       /* fc reads embedding and state of every row, and features are states
+                            (EAGLE-1); else it makes states of features, and the first layer reads
+                            them beside the embedding (EAGLE-3) */
     int32_t size;        /* vocabulary of the draft */
     const int64_t *ids;  /* the target's ids of its tokens, or null: the same */
 } Network;
@@ -58,6 +61,7 @@ typedef struct {
     Growth *growths;
     Packing packing;
     char *fed, *embedded, *hidden, *above; /* a row for each of the pass */
+    char *joined;                          /* [.., 2 * dim], if the network joins */
     void *normed;
     float *scores, *shares;
     int64_t *columns;
@@ -95,6 +99,7 @@ static size_t lay_out(Round *r, char *begin) {
     r->embedded = take(&memory, states);
     r->hidden = take(&memory, states);
     r->above = take(&memory, states);
+    r->joined = take(&memory, net->joins ? 2 * states : 0);
     r->normed = take(&memory, states);
     r->scores = take(&memory, (size_t)open * net->head.out * sizeof(float));
     r->shares = take(&memory, open * width * sizeof(float));
@@ -105,7 +110,7 @@ static size_t lay_out(Round *r, char *begin) {
 
 /* ---- passes ---------------------------------------------------------------------------------- */
 
-/* From features to what the first layer reads. */
+/* From features to the states that rows are fed. */
 static void fuse(Round *r, int32_t rows) {
     const Network *net = r->net;
     int32_t part = net->norm_count ? net->features / net->norm_count : 0;
@@ -114,8 +119,19 @@ static void fuse(Round *r, int32_t rows) {
         char *at = r->fed + bytes_of((int64_t)i * part, net->bf16);
         norm(at, net->feature_norms[i % net->norm_count], net->norm_eps, at, 1, part, net->bf16);
     }
-    linear(&net->fc, r->fed, r->hidden, rows, net->bf16);
+    if (net->joins) memcpy(r->hidden, r->fed, bytes_of((int64_t)rows * net->dim, net->bf16));
+    else linear(&net->fc, r->fed, r->hidden, rows, net->bf16);
     r->seconds += now() - begin;
+}
+
+/* From what is embedded and hidden to what the first layer of a network that joins reads. */
+static void join(Round *r, int32_t rows) {
+    const Network *net = r->net;
+    for (int64_t i = 0; i < rows; i++) {
+        copy_row(r->joined, 2 * i, r->embedded, i, net->dim, net->bf16);
+        copy_row(r->joined, 2 * i + 1, r->hidden, i, net->dim, net->bf16);
+    }
+    linear(&net->fc, r->joined, r->hidden, rows, net->bf16);
 }
 
 /* Run the rows of the pass, from what is embedded and hidden; r->hidden is what they hand on. */
@@ -124,7 +140,8 @@ static void run_rows(Round *r) {
     Pass *pass = &r->packing.pass;
     double begin = now();
     prepare(pass);
-    run(pass, net->layers, net->layer_count, r->embedded, r->hidden);
+    if (net->joins) join(r, pass->rows);
+    run(pass, net->layers, net->layer_count, net->joins ? NULL : r->embedded, r->hidden);
     if (net->norm_output && net->last_norm)
         norm(r->hidden, net->last_norm, net->norm_eps, r->hidden, pass->rows, net->dim, net->bf16);
     r->seconds += now() - begin;
