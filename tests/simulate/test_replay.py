@@ -117,6 +117,15 @@ def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(batch: int, round:
     assert replay(table, trace, batch, Plan(table.costs())).tok_s > 0.97 * plain.tok_s
 
 
+@pytest.mark.parametrize("batch", [1, 32])
+def test_always_wrong_with_the_rounds_of_eagle3(batch: int) -> None:
+    """Nothing is bought of what is not believed, and what is not bought is not asked for."""
+    table = load_table("h100-eagle3")
+    trace = made_up([0.0] * 6, claims=[0.9] * 6)
+    plain = replay(table, trace, batch, Static(), PLAIN)
+    assert replay(table, trace, batch, Plan(table.costs())).tok_s > 0.97 * plain.tok_s
+
+
 @cache
 def rows(name: str) -> list[Row]:
     """Built-in tables at some of the batch sizes for which there are published figures."""

@@ -26,7 +26,7 @@ class Ledger:
         self._base = base
         self._steady, self._alike = (STEADY, ALIKE) if base else (1, 1)
         first = [0.0] * len(FIRST) if base else FIRST
-        self.all = Outlook(first, 1, self._steady * LONG_WINDOW)
+        self.all = Outlook(first, ALIKE * PRIOR if base else 1, self._steady * LONG_WINDOW)
         self._outlooks: dict[int, Outlook] = {}
         self.probed_at = -1  # the last step in which it was asked for only to find out
         self.catch_ups = 0  # seen
@@ -36,7 +36,7 @@ class Ledger:
         """Of drafts of a request or, with a base, of what they are worth beyond the base's."""
         found = self._outlooks.get(request.id)
         if found is None:
-            found = Outlook(self.all.worths, self._alike * PRIOR, self._steady * WINDOW)
+            found = Outlook(self.all, self._alike * PRIOR, self._steady * WINDOW)
             self._outlooks[request.id] = found
         return found
 
@@ -47,13 +47,13 @@ class Ledger:
             return worths
         return [low + more for low, more in zip(self._base.worths(request), worths, strict=True)]
 
-    def expect(self, request: Request, worths: Sequence[float]) -> None:
-        """Learn from what a draft promised."""
+    def expect(self, request: Request, worths: Sequence[float], passes: Sequence[float]) -> None:
+        """Learn from what a draft promised, and for how many passes it stands."""
         if self._base:
             base = self._base.worths(request)
             worths = [each - low for each, low in zip(worths, base, strict=True)]
-        self.outlook(request).expect(worths)
-        self.all.expect(worths)
+        self.outlook(request).expect(worths, passes)
+        self.all.expect(worths, passes)
 
     def catch_up(self, tokens: int) -> float:
         """Seconds that a round takes longer behind so many tokens that it has not read."""

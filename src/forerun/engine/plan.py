@@ -15,7 +15,7 @@ from forerun.core import Draft, Request
 from forerun.drafters.tree import prune
 from forerun.engine.costs import Costs
 from forerun.engine.ledger import Ledger
-from forerun.engine.outlook import MAX_NODES, Outlook, Trust, worths
+from forerun.engine.outlook import MAX_NODES, Outlook, Trust, appraise
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import NOTHING, Turn
 
@@ -58,6 +58,8 @@ class Probe:
     steps: int = PROBE_STEPS
     seconds: float = 0.0
     worth: float = 0.0
+    began: float = 0.0
+    unread: int = 0
 
 
 @dataclass(slots=True)
@@ -277,7 +279,9 @@ class Plan:
         chances = [_chances(draft) for draft in drafts]
         if any(chances):
             trusted = [
-                survival if self._probes(turn) else self._trust.correct(survival)
+                survival
+                if self._probes(turn)
+                else self._standing(turn.request).trust.correct(survival)
                 for turn, survival in zip(turns, chances, strict=True)
             ]
             drafts = self._buy(turns, trusted, rows, spent)
@@ -329,8 +333,8 @@ class Plan:
                 continue
             trusted = self._standing(turn.request).trust.correct(survival)
             whole = turn.draft.probs_NV is not None
-            worth = worths(trusted, turn.budget, whole, self._price)
-            self._ledgers[turn.way].expect(turn.request, worth)
+            worths, passes = appraise(trusted, turn.budget, whole, self._price)
+            self._ledgers[turn.way].expect(turn.request, worths, passes)
 
     def predict(self, turns: Sequence[Turn]) -> float:
         """Seconds that a step takes beside drafting; 0 where it reads prompts, too."""
@@ -367,15 +371,20 @@ class Plan:
         self._allowance = min(0.0, self._allowance)
 
     def _learn_round(self, way: int, requests: int, seconds: float) -> None:
+        """What a probe takes longer in its first step than in its second is catching up."""
         ledger, level = self._ledgers[way], self._choice.level(way)
+        probe = self._probe if self._probe and self._probe.way == way else None
         if way in self._usual:
             ledger.rounds.learn(level, requests, seconds)
-        elif self._probe and self._probe.way == way:  # which is asked again
-            if usual := ledger.rounds.seconds(requests)[level]:
-                ledger.learn_catch_up(self._unread[way], seconds - usual)
+            if probe and probe.began:
+                ledger.learn_catch_up(probe.unread, probe.began - seconds)
+                probe.began = 0.0
+        elif probe:
+            probe.began, probe.unread = seconds, self._unread[way]
         elif ledger.catch_ups:
             seconds -= ledger.catch_up(self._unread[way])
-            ledger.rounds.learn(level, requests, max(0.0, seconds))
+            if seconds > 0:
+                ledger.rounds.learn(level, requests, seconds)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
