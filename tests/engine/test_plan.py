@@ -13,10 +13,13 @@ import torch
 from fakes import chain_of
 from forerun.core import Draft, Request, SamplingParams, Speculation, Verdict
 from forerun.engine.costs import Costs
+from forerun.engine.following import UNASKED
 from forerun.engine.outlook import Trust, appraise
-from forerun.engine.plan import PROBES, UNASKED, Plan, Static
+from forerun.engine.plan import Plan
+from forerun.engine.probing import PROBES
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import Turn
+from forerun.engine.static import Static
 from forerun.models.cache import Span
 
 TENTH = Costs({1: 10.0, 11: 20.0})  # a pass takes 9 + rows: a further row a tenth of one over 1
@@ -235,13 +238,13 @@ def test_a_text_that_begins_to_repeat_itself_is_drafted_again() -> None:
 def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     plan = Plan(TENTH)
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)
-    plan._allowance = -1.0  # no probes for now
+    plan._probes.allowance = -1.0  # no probes for now
     assert plan.budgets([turn(id=99)], 64) == [0]
     assert 99 in plan._ledgers[0]._outlooks
     plan.follows(request(99))
     plan.forget(request(99))
     assert 99 not in plan._ledgers[0]._outlooks
-    assert 99 not in plan._standings
+    assert 99 not in plan._following._standings
 
 
 def test_hidden_states_are_kept_only_for_those_who_may_draft() -> None:
@@ -306,8 +309,8 @@ def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -
     for _ in range(20):
         plan.keep([modest], 1, 0.0)
         plan.learn([modest], 0.0, 10.0, 10.0)
-    assert plan._standing(modest.request).trust.honesty > 1.15
-    outlook = plan._outlook(modest, way=0)
+    assert plan._trust_in(modest.request).honesty > 1.15
+    outlook = plan._ledgers[0].outlook(modest.request)
     assert all(worth <= nodes for worth, nodes in zip(outlook.worths, LEVELS, strict=True))
 
 

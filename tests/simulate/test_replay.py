@@ -9,7 +9,8 @@ import pytest
 
 from fakes import chain_of, fake_engine, greedy, random_rule, run, wild
 from forerun.core import Speculation
-from forerun.engine.plan import Plan, Static
+from forerun.engine.plan import Plan
+from forerun.engine.static import Static
 from forerun.errors import ConfigError
 from forerun.simulate import replay as module
 from forerun.simulate.record import Recorder

@@ -11,6 +11,7 @@ from forerun.engine.rounds import Rounds
 STEADY = 4  # times as many drafts tell by how much one way is better than another,
 ALIKE = 8  # and what is known of all requests counts for so many times as many
 CATCH_UPS = 8  # remembered
+STAY = 32  # steps for which a draft that reads hidden states is taken to be asked from then on
 
 
 class Ledger:
@@ -58,6 +59,13 @@ class Ledger:
     def catch_up(self, tokens: int) -> float:
         """Seconds that a round takes longer behind so many tokens that it has not read."""
         return self._catch_up * tokens
+
+    def begin(self, request: Request, step: int) -> float:
+        """Seconds that it takes in each of the next steps until what was missed is made up for."""
+        outlook = self.outlook(request)
+        if outlook.asked_at == step - 1:
+            return 0.0
+        return self.catch_up(len(request.tokens) - outlook.read) / STAY
 
     def learn_catch_up(self, tokens: int, seconds: float) -> None:
         """A round took so much longer than usual behind so many tokens."""
