@@ -77,5 +77,7 @@ def survivals(draft: Draft) -> list[float]:
     """Survival per node, no larger than the parent's even where a drafter rounds badly."""
     found: list[float] = []
     for parent, chance in zip(draft.parents, draft.survival, strict=True):
-        found.append(chance if parent < 0 else min(chance, found[parent]))
+        if parent >= 0 and found[parent] < chance:
+            chance = found[parent]
+        found.append(chance)
     return found

@@ -51,6 +51,8 @@ class Trust:
     def correct(self, survival: Sequence[float]) -> list[float]:
         """What is believed of it; nothing is likelier than certain."""
         honesty = self.honesty
+        if honesty <= 1:
+            return [honesty * chance for chance in survival]
         return [min(1.0, honesty * chance) for chance in survival]
 
     def settle(self, promised: float, accepted: int) -> None:
@@ -70,18 +72,33 @@ class Outlook:
     was asked for. read: length of the request in tokens then.
     """
 
-    __slots__ = ("_decay", "_first", "_first_passes", "_passes", "_worths", "asked_at", "read")
+    __slots__ = (
+        "_decay",
+        "_first",
+        "_first_passes",
+        "_known",
+        "_passes",
+        "_worths",
+        "asked_at",
+        "read",
+    )
 
     def __init__(self, first: Outlook | list[float], passes: int, window: int) -> None:
         self.asked_at, self.read = -1, 0
         self._first, self._first_passes = first, float(passes)
         self._decay = 1 - 1 / window
+        self._known: list[float] | None = None  # as worked out last, of those who begin with worths
         self._worths = [0.0] * len(LEVELS)  # summed over
         self._passes = [0.0] * len(LEVELS)  # those for which the drafts stand
 
     @property
     def worths(self) -> list[float]:
         """Mean worth in a pass of a draft cut to so many nodes, at each level."""
+        if self._known is None or isinstance(self._first, Outlook):
+            self._known = self._work_out()
+        return self._known
+
+    def _work_out(self) -> list[float]:
         first = self._first.worths if isinstance(self._first, Outlook) else self._first
         count = self._first_passes
         return [
@@ -92,6 +109,7 @@ class Outlook:
     def expect(self, worths: Sequence[float], passes: Sequence[float]) -> None:
         """Learn from what a draft promised, and for how many passes it stands (`appraise`)."""
         decay = self._decay
+        self._known = None
         self._first_passes *= decay
         self._worths = [
             decay * sum_of_worths + each * worth
