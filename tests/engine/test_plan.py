@@ -13,10 +13,13 @@ import torch
 from fakes import chain_of
 from forerun.core import Draft, Request, SamplingParams, Speculation, Verdict
 from forerun.engine.costs import Costs
-from forerun.engine.outlook import Trust, worths
-from forerun.engine.plan import PROBES, UNASKED, Plan, Static
+from forerun.engine.following import UNASKED
+from forerun.engine.outlook import Trust, appraise
+from forerun.engine.plan import Plan
+from forerun.engine.probing import PROBES
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import Turn
+from forerun.engine.static import Static
 from forerun.models.cache import Span
 
 TENTH = Costs({1: 10.0, 11: 20.0})  # a pass takes 9 + rows: a further row a tenth of one over 1
@@ -235,13 +238,13 @@ def test_a_text_that_begins_to_repeat_itself_is_drafted_again() -> None:
 def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     plan = Plan(TENTH)
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)
-    plan._allowance = -1.0  # no probes for now
+    plan._probes.allowance = -1.0  # no probes for now
     assert plan.budgets([turn(id=99)], 64) == [0]
     assert 99 in plan._ledgers[0]._outlooks
     plan.follows(request(99))
     plan.forget(request(99))
     assert 99 not in plan._ledgers[0]._outlooks
-    assert 99 not in plan._standings
+    assert 99 not in plan._following._standings
 
 
 def test_hidden_states_are_kept_only_for_those_who_may_draft() -> None:
@@ -270,7 +273,7 @@ def test_a_static_plan_checks_all_and_always_asks() -> None:
 
 
 def one(survival: Sequence[float], budget: int = 64, whole: bool = False) -> list[float]:
-    return worths(survival, budget, whole, price=0.1)
+    return appraise(survival, budget, whole, price=0.1)[0]
 
 
 def test_worth_is_survival_beyond_the_price_of_rows() -> None:
@@ -287,26 +290,48 @@ def test_a_draft_as_large_as_its_budget_would_have_gone_on() -> None:
     assert one([0.9, 0.81])[2] == pytest.approx(1.51)
 
 
+def test_a_long_draft_stands_for_all_the_passes_that_short_ones_would_take() -> None:
+    worths, passes = appraise([1.0] * 11, budget=64, whole=False, price=0.0)
+    assert worths[LEVELS.index(3)] == 3
+    assert passes[LEVELS.index(3)] == 12 / 4
+    assert passes[LEVELS.index(12)] == 1
+
+
+def test_a_short_draft_that_would_have_gone_on_stands_for_less_than_a_pass_of_longer_ones() -> None:
+    _, passes = appraise([1.0] * 3, budget=3, whole=False, price=0.0)
+    assert passes[LEVELS.index(3)] == 1
+    assert passes[LEVELS.index(8)] == 4 / 9
+
+
 def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -> None:
     plan, modest = Plan(FREE_ROWS), turn(chain_of([1], 0.8), budget=1)
     modest.verdict = Verdict([0], 7)
     for _ in range(20):
         plan.keep([modest], 1, 0.0)
         plan.learn([modest], 0.0, 10.0, 10.0)
-    assert plan._standing(modest.request).trust.honesty > 1.15
-    outlook = plan._outlook(modest, way=0)
+    assert plan._trust_in(modest.request).honesty > 1.15
+    outlook = plan._ledgers[0].outlook(modest.request)
     assert all(worth <= nodes for worth, nodes in zip(outlook.worths, LEVELS, strict=True))
 
 
 def test_promises_that_are_not_kept_lose_their_weight() -> None:
     trust = Trust(Trust())
     assert trust.honesty == 1
-    for _ in range(40):
+    for _ in range(100):
         trust.settle(promised=3.0, accepted=0)
-    assert trust.honesty < 0.15
+    assert trust.honesty < 0.3
     for _ in range(400):
         trust.settle(promised=1.0, accepted=3)
     assert trust.correct([0.9, 0.1]) == [1.0, pytest.approx(0.1 * trust.honesty)]
+
+
+def test_what_is_found_out_about_all_requests_counts_for_each() -> None:
+    everybody = Trust()
+    one = Trust(everybody)
+    everybody.settle(promised=100.0, accepted=0)
+    assert one.honesty == everybody.honesty < 0.05
+    everybody.settle(promised=100.0, accepted=100)
+    assert one.honesty == everybody.honesty > 0.5
 
 
 def test_rounds_that_were_never_asked_for_look_cheap_and_others_are_known() -> None:
@@ -318,6 +343,13 @@ def test_rounds_that_were_never_asked_for_look_cheap_and_others_are_known() -> N
     assert [table[LEVELS.index(nodes)] for nodes in (1, 2, 4, 6, 8, 64)] == pytest.approx(
         [0.1, 0.2, 0.4, 0.5, 0.6, 0.6]
     )
+
+
+def test_rounds_that_once_looked_cheap_do_not_stay_so() -> None:
+    rounds = Rounds()
+    for seconds in [1e-9] + [1.0] * 200:
+        rounds.learn(3, 1, seconds)
+    assert rounds.seconds(1)[3] > 0.5
 
 
 def test_rounds_learn_what_a_request_costs_and_ignore_interruptions() -> None:

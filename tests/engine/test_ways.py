@@ -14,7 +14,8 @@ from forerun.core import Draft, Request, SamplingParams, Verdict
 from forerun.drafters.joined import Joined
 from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
-from forerun.engine.plan import RECENT, UNASKED, Plan
+from forerun.engine.following import RECENT, UNASKED
+from forerun.engine.plan import Plan
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import Turn
 from forerun.models.cache import Span
@@ -85,6 +86,13 @@ def _request(id: int) -> Request:
     span = Span(0, 3)
     span.length = 2
     return Request(id, [1] * 3, 3, SamplingParams(max_tokens=10**6), seed=0, span=span)
+
+
+def _write_off(plan: Plan) -> None:
+    """From now on a network is expected to be no help to anybody."""
+    everybody = plan._ledgers[BOTH].all
+    for _ in range(2000):
+        everybody.expect([-1.0] * len(LEVELS), [1.0] * len(LEVELS))
 
 
 def always(chance: float) -> Callable[[int, int], float]:
@@ -161,8 +169,8 @@ def test_who_is_not_followed_is_asked_without_the_network() -> None:
 def test_hidden_states_are_kept_only_while_a_network_is_asked() -> None:
     world = World((always(0.7), always(0.7)), network=9.0)
     assert world.plan.follows(_request(0))
-    world.plan._ledgers[BOTH].all.worths = [-1.0] * len(LEVELS)
-    world.plan._allowance = -1e9  # no probes
+    _write_off(world.plan)
+    world.plan._probes.allowance = -1e9  # no probes
     world.run(3 * RECENT)
     asked = _request(0)
     asked.tokens += [1] * (UNASKED + 1)
@@ -200,8 +208,8 @@ def test_off_is_off_and_the_text_stays() -> None:
     network.script = lambda *each: called.update([True]) or script(*each)
     assert run(engine, jobs) == truth
     assert called[True], "the control: it is asked at first"
-    engine.plan._ledgers[BOTH].all.worths = [-1.0] * len(LEVELS)
-    engine.plan._allowance = -1e9
+    _write_off(engine.plan)
+    engine.plan._probes.allowance = -1e9
     called.clear()
     assert run(engine, jobs) == truth
     assert not called

@@ -9,7 +9,8 @@ import pytest
 
 from fakes import chain_of, fake_engine, greedy, random_rule, run, wild
 from forerun.core import Speculation
-from forerun.engine.plan import Plan, Static
+from forerun.engine.plan import Plan
+from forerun.engine.static import Static
 from forerun.errors import ConfigError
 from forerun.simulate import replay as module
 from forerun.simulate.record import Recorder
@@ -114,6 +115,15 @@ def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(batch: int, round:
     trace = made_up([0.0] * 6, claims=[0.9] * 6)
     plain = replay(table, trace, batch, Static(), PLAIN)
     assert static(table, trace, batch, 6).tok_s < 0.9 * plain.tok_s
+    assert replay(table, trace, batch, Plan(table.costs())).tok_s > 0.97 * plain.tok_s
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_always_wrong_with_the_rounds_of_eagle3(batch: int) -> None:
+    """Nothing is bought of what is not believed, and what is not bought is not asked for."""
+    table = load_table("h100-eagle3")
+    trace = made_up([0.0] * 6, claims=[0.9] * 6)
+    plain = replay(table, trace, batch, Static(), PLAIN)
     assert replay(table, trace, batch, Plan(table.costs())).tok_s > 0.97 * plain.tok_s
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from bench.engines import ENGINES
 from forerun.core import Draft, Request, SamplingParams, Verdict
 from forerun.engine.llm import LLM
-from forerun.engine.plan import Static
 from forerun.engine.scheduler import Turn
+from forerun.engine.static import Static
 from forerun.models.hub import LoadedModel
 from forerun.verify.base import Verifier
 

@@ -8,8 +8,9 @@ from typing import TypeVar
 from forerun.core import Draft, Request
 from forerun.drafters.base import Drafter
 from forerun.drafters.combined import Combined
-from forerun.engine.plan import Plan, Static
+from forerun.engine.plan import Plan
 from forerun.engine.scheduler import Turn
+from forerun.engine.static import Static
 
 T = TypeVar("T")
 

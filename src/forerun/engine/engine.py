@@ -20,7 +20,7 @@ from forerun.engine.cost_file import measure
 from forerun.engine.costs import Costs
 from forerun.engine.emit import Generation
 from forerun.engine.outputs import Delta
-from forerun.engine.plan import Plan, Static
+from forerun.engine.plan import Plan
 from forerun.engine.scheduler import (
     MAX_BATCH_ROWS,
     MAX_NUM_SEQS,
@@ -28,6 +28,7 @@ from forerun.engine.scheduler import (
     Scheduler,
     Turn,
 )
+from forerun.engine.static import Static
 from forerun.errors import ConfigError, PromptError
 from forerun.models.cache import KVStore
 from forerun.models.target import Forward, Target

@@ -4,6 +4,10 @@ of their promises comes true.
 The worth of a draft is what remains of the accepted tokens when its rows are paid for: the sum over
 its nodes of survival - price, where `price` is the number of tokens that a row must bring, without
 those below it, which are not bought. It is told for each level: for the draft cut to so many nodes.
+
+Where many tokens were accepted, places were skipped at which a draft would have been as good. A
+plan that drafts less would come to them. So a draft stands for as many passes of each level as the
+tokens that it brings would take there; otherwise short drafts look worse than they are.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from forerun.engine.rounds import LEVELS
 FIRST = [1 - 0.4**nodes for nodes in LEVELS]  # of a drafter never asked: worth trying out
 PRIOR = 4  # drafts of its own for which a request counts what is known of all
 WINDOW, LONG_WINDOW = 16, 64  # drafts remembered, of a request and of all
-TRUST = 4.0  # promised tokens that are believed from the start
-TRUST_WINDOW, LONG_TRUST_WINDOW = 64.0, 512.0  # promised tokens remembered
+TRUST = 4.0  # promised tokens that are believed from the start,
+OWN_TRUST = 32.0  # and those for which a request counts what is known of all
+TRUST_WINDOW, LONG_TRUST_WINDOW = 128.0, 512.0  # promised tokens remembered
 MAX_NODES = LEVELS[-1]
 
 
@@ -25,25 +30,29 @@ class Trust:
     """How many of the promised tokens were accepted, of one request or of all together.
 
     It is the same for all ways to ask: between them the luck of a few dozen drafts would decide.
+    What is found out about all requests counts for each of them, also while nothing is bought for
+    it.
     """
 
-    __slots__ = ("_accepted", "_promised", "_window")
+    __slots__ = ("_accepted", "_all", "_first", "_promised", "_window")
 
     def __init__(self, all_requests: Trust | None = None) -> None:
-        self._promised = self._accepted = TRUST
-        self._window = LONG_TRUST_WINDOW
-        if all_requests:
-            self._accepted *= all_requests.honesty
-            self._window = TRUST_WINDOW
+        self._promised = self._accepted = 0.0
+        self._all = all_requests
+        self._first = OWN_TRUST if all_requests else TRUST
+        self._window = TRUST_WINDOW if all_requests else LONG_TRUST_WINDOW
 
     @property
     def honesty(self) -> float:
         """Accepted tokens for each that was promised."""
-        return self._accepted / self._promised
+        expected = self._all.honesty if self._all else 1.0
+        return (self._first * expected + self._accepted) / (self._first + self._promised)
 
     def correct(self, survival: Sequence[float]) -> list[float]:
         """What is believed of it; nothing is likelier than certain."""
         honesty = self.honesty
+        if honesty <= 1:
+            return [honesty * chance for chance in survival]
         return [min(1.0, honesty * chance) for chance in survival]
 
     def settle(self, promised: float, accepted: int) -> None:
@@ -58,43 +67,78 @@ class Trust:
 class Outlook:
     """What drafts are worth that are asked for in one way, of one request or of all together.
 
-    worths: mean worth of a draft cut to so many nodes; what is expected at first counts as so many
-    `drafts`, and `window` are remembered. asked_at: the last step in which one was asked for.
-    read: length of the request in tokens then.
+    first: what is expected at first, and counts as so many `passes`: worths, or the outlook of all,
+    whatever becomes of that. `window` drafts are remembered. asked_at: the last step in which one
+    was asked for. read: length of the request in tokens then.
     """
 
-    __slots__ = ("_drafts", "_window", "asked_at", "read", "worths")
+    __slots__ = (
+        "_decay",
+        "_first",
+        "_first_passes",
+        "_known",
+        "_passes",
+        "_worths",
+        "asked_at",
+        "read",
+    )
 
-    def __init__(self, worths: list[float], drafts: int, window: int) -> None:
-        self.worths = worths
+    def __init__(self, first: Outlook | list[float], passes: int, window: int) -> None:
         self.asked_at, self.read = -1, 0
-        self._drafts, self._window = drafts, window
+        self._first, self._first_passes = first, float(passes)
+        self._decay = 1 - 1 / window
+        self._known: list[float] | None = None  # as worked out last, of those who begin with worths
+        self._worths = [0.0] * len(LEVELS)  # summed over
+        self._passes = [0.0] * len(LEVELS)  # those for which the drafts stand
 
-    def expect(self, worths: Sequence[float]) -> None:
-        """Learn from what a draft promised."""
-        self._drafts = min(self._drafts + 1, self._window)
-        step = 1 / self._drafts
-        self.worths = [
-            old + step * (new - old) for old, new in zip(self.worths, worths, strict=True)
+    @property
+    def worths(self) -> list[float]:
+        """Mean worth in a pass of a draft cut to so many nodes, at each level."""
+        if self._known is None or isinstance(self._first, Outlook):
+            self._known = self._work_out()
+        return self._known
+
+    def _work_out(self) -> list[float]:
+        first = self._first.worths if isinstance(self._first, Outlook) else self._first
+        count = self._first_passes
+        return [
+            (count * one + sum_of_worths) / (count + passes)
+            for one, sum_of_worths, passes in zip(first, self._worths, self._passes, strict=True)
         ]
 
+    def expect(self, worths: Sequence[float], passes: Sequence[float]) -> None:
+        """Learn from what a draft promised, and for how many passes it stands (`appraise`)."""
+        decay = self._decay
+        self._known = None
+        self._first_passes *= decay
+        self._worths = [
+            decay * sum_of_worths + each * worth
+            for sum_of_worths, each, worth in zip(self._worths, passes, worths, strict=True)
+        ]
+        self._passes = [decay * old + each for old, each in zip(self._passes, passes, strict=True)]
 
-def worths(survival: Sequence[float], budget: int, whole: bool, price: float) -> list[float]:
-    """What a draft is worth at each level.
+
+def appraise(
+    survival: Sequence[float], budget: int, whole: bool, price: float
+) -> tuple[list[float], list[float]]:
+    """What a draft is worth at each level, and for how many passes of that level it stands.
 
     A draft as large as its budget would have gone on: as its survival decayed so far.
     whole: all its nodes must be bought.
     """
     ranked = sorted([c for c in survival if whole or c > price], reverse=True)
-    sums = [0.0, *accumulate([chance - price for chance in ranked])]
+    sums = [0.0, *accumulate(ranked)]
     most, size = len(ranked), len(survival)
-    found = [sums[min(nodes, most)] for nodes in LEVELS]
+    bought = [min(nodes, most) for nodes in LEVELS]
+    accepted = [sums[nodes] for nodes in bought]
     if survival and size >= budget:
         last, before = min(survival), size
         for level, nodes in enumerate(LEVELS):
             if nodes > before:
                 chance = last ** ((before + nodes + 1) / 2 / size)  # in the middle of those added
-                gain = chance - price if whole or chance > price else 0.0
-                found[level] = (found[level - 1] if level else 0.0) + (nodes - before) * gain
+                more = nodes - before if whole or chance > price else 0
+                bought[level] = (bought[level - 1] if level else 0) + more
+                accepted[level] = (accepted[level - 1] if level else 0.0) + more * chance
                 before = nodes
-    return found
+    worths = [tokens - price * nodes for tokens, nodes in zip(accepted, bought, strict=True)]
+    return worths, [(1 + sums[-1]) / (1 + tokens) for tokens in accepted]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # budgets that a drafter is asked with
 WINDOW = 32  # rounds at a level
-MOST = 2.0  # times the estimate, as which a longer round counts: something interrupted it
+MOST = 2.0  # times the estimate, as which a longer round counts, if the one before was not as long:
+# something interrupted it
 FIXED = 0.5  # share of a round that is the same for any number of requests, until it was seen
 DOUBT = 0.25  # rounds' worth of evidence (relative variance of requests) that this guess weighs
 OFTEN = 8  # rounds at a level, after which what it costs is worked out anew only now and then
@@ -25,6 +26,7 @@ class _Level:
     seconds: float = 0.0
     variance: float = 0.0
     covariance: float = 0.0
+    interrupted: bool = False  # the last round, as it seemed
 
     def learn(self, requests: int, seconds: float) -> None:
         self.count += 1
@@ -64,7 +66,10 @@ class Rounds:
         """A round took so long; level: index of its budget."""
         each = self._levels[level]
         if each.count:
-            seconds = min(seconds, MOST * each.predict(requests, self._share))
+            most = MOST * each.predict(requests, self._share)
+            seemed_so, each.interrupted = each.interrupted, seconds > most
+            if each.interrupted and not seemed_so:
+                seconds = most
         each.learn(requests, seconds)
         if each.count < OFTEN or each.count % OFTEN == 0:
             self._known.clear()

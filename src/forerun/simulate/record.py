@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from forerun.core import Draft, Request, SamplingParams
 from forerun.drafters.tree import depths, outcomes, path
 from forerun.engine.llm import LLM
-from forerun.engine.plan import Static
 from forerun.engine.scheduler import NOTHING, Turn
+from forerun.engine.static import Static
 from forerun.simulate.traces import Step, Text
 
 

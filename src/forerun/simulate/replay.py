@@ -14,8 +14,9 @@ from itertools import cycle, islice
 from forerun.core import Draft, Request, SamplingParams, Speculation, StepStats, Verdict
 from forerun.drafters.tree import depths, prune
 from forerun.engine.outlook import MAX_NODES
-from forerun.engine.plan import Plan, Static
+from forerun.engine.plan import Plan
 from forerun.engine.scheduler import Turn
+from forerun.engine.static import Static
 from forerun.models.cache import Span
 from forerun.simulate.tables import Table
 from forerun.simulate.traces import RIGHT, Text, Trace

@@ -1,0 +1,107 @@
+"""Finding out whether it would pay to ask those who are not asked, for a hundredth of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.engine.asking import Choice
+from forerun.engine.ledger import Ledger
+from forerun.engine.scheduler import Turn
+
+PROBES = 0.01  # share of the time that may be spent on finding out whether drafts pay again
+PROBE_STEPS = 2  # in the first of them a drafter catches up, which tells nothing about its rounds
+
+
+@dataclass(slots=True)
+class Probe:
+    """A request that is asked in some way only to find out.
+
+    steps: left of it. seconds, worth: of the draft that it would be asked for otherwise.
+    first: seconds of its first round, behind so many `unread` tokens; 0: unknown.
+    """
+
+    request_id: int
+    way: int
+    steps: int = PROBE_STEPS
+    seconds: float = 0.0
+    worth: float = 0.0
+    first: float = 0.0
+    unread: int = 0
+
+
+class Probes:
+    """One after the other; none is begun while more was spent on them than they may take."""
+
+    def __init__(self, ledgers: Sequence[Ledger]) -> None:
+        self._ledgers = ledgers
+        self.probe: Probe | None = None  # that runs
+        self.allowance = 0.0  # seconds left for them
+
+    def choose(
+        self, choice: Choice, turns: Sequence[Turn], able: Sequence[Sequence[int]], step: int
+    ) -> int | None:
+        """The place of the turn to be probed; begins a probe where none runs.
+
+        able: per way, the places of those who can be asked.
+        """
+        ways = choice.ways
+        others = [(way, i) for way, places in enumerate(able) for i in places if ways.get(i) != way]
+        probe = self.probe
+        if probe is None or probe.steps == 0 or not _at(probe, turns, others):
+            self.probe = probe = None
+            if others and self.allowance >= 0:
+                way, i = min(others, key=lambda each: self._waits(each[0], turns[each[1]], step))
+                self.probe = probe = Probe(turns[i].request.id, way)
+                self._ledgers[way].probed_at = step
+        if probe is None:
+            return None
+        probe.steps -= 1
+        (i,) = _at(probe, turns, others)
+        probe.seconds = choice.shares.get(i, 0.0)
+        probe.worth = choice.worths.get(i, 0.0)
+        return i
+
+    def of(self, way: int) -> Probe | None:
+        """The probe that runs, if it is in this way."""
+        return self.probe if self.probe and self.probe.way == way else None
+
+    def asks(self, turn: Turn) -> bool:
+        """Whether it is asked only to find out."""
+        probe = self.of(turn.way)
+        return probe is not None and probe.request_id == turn.request.id
+
+    def earn(self, seconds: float) -> None:
+        """A step took so long, of which a part is for probes. What was not spent is not saved up:
+        to be called behind `pay`."""
+        self.allowance = min(0.0, self.allowance + PROBES * seconds)
+
+    def pay(self, turn: Turn, choice: Choice, requests: int, seconds: float, row: float) -> None:
+        """What was lost to find out: its drafting and rows or, where it took the place of a better
+        draft, the difference, which is at least the drafting.
+
+        seconds: of the round for so many `requests`, of which those count that it took longer than
+        without this one. row: seconds of a row.
+        """
+        probe = self.probe
+        assert probe
+        ledger, level = self._ledgers[probe.way], choice.level(probe.way)
+        if requests > 1:
+            seconds = max(0.0, seconds - ledger.rounds.seconds(requests - 1)[level])
+        if probe.seconds:
+            lost = (probe.worth - ledger.worths(turn.request)[level]) / choice.rate - probe.seconds
+            self.allowance -= seconds + max(0.0, lost)
+        else:
+            self.allowance -= seconds + row * len(turn.draft)
+
+    def _waits(self, way: int, turn: Turn, step: int) -> tuple[int, float, int]:
+        """Ways are probed in turns, with who has waited longest; those who read, with who has least
+        to catch up with."""
+        ledger = self._ledgers[way]
+        missed = ledger.begin(turn.request, step) if ledger.reads else 0.0
+        return ledger.probed_at, missed, ledger.outlook(turn.request).asked_at
+
+
+def _at(probe: Probe, turns: Sequence[Turn], places: Sequence[tuple[int, int]]) -> list[int]:
+    """Where the request of a probe stands among ways and places; nowhere, if it is not there."""
+    return [i for way, i in places if (way, turns[i].request.id) == (probe.way, probe.request_id)]
