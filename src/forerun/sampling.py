@@ -17,6 +17,7 @@ Shapes: N rows or kept tokens, V vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from forerun.core import Request, SamplingParams, TokenLogprobs
 from forerun.errors import ConfigError
+from forerun.models import kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,18 @@ def choose(logits_NV: Tensor, places: Sequence[Place]) -> list[int]:
     if len(plain) == len(places):
         return argmax(logits_NV)
     chosen = dict(zip(plain, argmax(logits_NV[plain]), strict=True)) if plain else {}
-    return [
-        chosen[row] if row in chosen else _choose(logits_NV[row], place)
-        for row, place in enumerate(places)
-    ]
+    sampled = {}
+    for row, place in enumerate(places):
+        if row in chosen:
+            continue
+        edited_V = edited(logits_NV[row], place)
+        if place.request.params.greedy:
+            chosen[row] = argmax(edited_V[None])[0]
+        else:
+            sampled[row] = edited_V
+    tokens = _drawn(list(sampled.values()), [places[row] for row in sampled])
+    chosen.update(zip(sampled, tokens, strict=True))
+    return [chosen[row] for row in range(len(places))]
 
 
 def argmax(logits_NV: Tensor) -> list[int]:
@@ -161,13 +171,37 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise ConfigError(f"logit_bias of token {token} is {bias}; use a finite number or -inf")
 
 
-def _choose(logits_V: Tensor, place: Place) -> int:
-    edited_V = edited(logits_V, place)
-    request = place.request
-    if request.params.greedy:
-        return argmax(edited_V[None])[0]
-    ids_N, weights_N = _kept(edited_V, request.params)
-    return _race(weights_N, ids_N, request.seed, place.position, Stream.TARGET)
+def _drawn(rows_V: Sequence[Tensor], places: Sequence[Place]) -> list[int]:
+    """The choices of requests that sample, each from its edited row."""
+    if not rows_V:
+        return []
+    lib = kernels.library() if rows_V[0].device.type == "cpu" else None
+    if lib is not None and rows_V[0].dtype == torch.float32:
+        return _drawn_compiled(lib, [row_V.contiguous() for row_V in rows_V], places)
+    tokens = []
+    for logits_V, place in zip(rows_V, places, strict=True):
+        request = place.request
+        ids_N, weights_N = _kept(logits_V, request.params)
+        tokens.append(_race(weights_N, ids_N, request.seed, place.position, Stream.TARGET))
+    return tokens
+
+
+def _drawn_compiled(
+    lib: ctypes.CDLL, rows_V: Sequence[Tensor], places: Sequence[Place]
+) -> list[int]:
+    count = len(rows_V)
+    choices = (kernels.Choice * count)()
+    for choice, logits_V, place in zip(choices, rows_V, places, strict=True):
+        params = place.request.params
+        choice.logits = logits_V.data_ptr()
+        choice.key = _key(place.request.seed, place.position, Stream.TARGET)
+        choice.temperature = params.temperature
+        choice.least = math.log(params.min_p) if params.min_p else -math.inf
+        choice.top_k = params.top_k
+        choice.top_p = params.top_p
+    tokens = (ctypes.c_int64 * count)()
+    lib.choose(choices, count, len(rows_V[0]), tokens)
+    return list(tokens)
 
 
 def _race(weights_N: Tensor, ids_N: Tensor, seed: int, position: int, stream: int) -> int:
