@@ -205,7 +205,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         together = choose(logits_NV, places)
         alone = [choose(logits_NV[i : i + 1].clone(), [place])[0] for i, place in enumerate(places)]
         assert together == alone
+        backwards = range(len(places))[::-1]
         assert choose(logits_NV.flip(0), places[::-1]) == together[::-1]
+        assert choose(logits_NV, places[::-1], backwards) == together[::-1]
 
 
 def test_the_choice_is_the_largest_log_law_plus_noise() -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from forerun.core import Request, SamplingParams, TokenLogprobs
 from forerun.errors import ConfigError
 from forerun.models import kernels
+from forerun.models.topk import best
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +67,34 @@ def takes_largest(request: Request, drafted: int = 0) -> bool:
 # ---- tokens -------------------------------------------------------------------------------------
 
 
-def choose(logits_NV: Tensor, places: Sequence[Place]) -> list[int]:
-    """The target's own next token at each place; `places[i]` belongs to row i.
+def choose(
+    logits_NV: Tensor, places: Sequence[Place], rows: Sequence[int] | None = None
+) -> list[int]:
+    """The target's own next token at each place; `places[i]` belongs to row i, or to `rows[i]`.
 
     logits_NV: float32 or float64. One argmax serves all rows that are greedy without edits.
     """
-    assert len(places) == len(logits_NV), "one place per row"
-    plain = [row for row, place in enumerate(places) if place.is_argmax]
-    if len(plain) == len(places):
-        return argmax(logits_NV)
-    chosen = dict(zip(plain, argmax(logits_NV[plain]), strict=True)) if plain else {}
+    assert len(places) == len(logits_NV if rows is None else rows), "one place per row"
+    plain = [i for i, place in enumerate(places) if place.is_argmax]
+    if rows is None:
+        if len(plain) == len(places):
+            return argmax(logits_NV)
+        rows = range(len(places))
+    chosen = {}
+    if plain:
+        chosen = dict(zip(plain, argmax(logits_NV[[rows[i] for i in plain]]), strict=True))
     sampled = {}
-    for row, place in enumerate(places):
-        if row in chosen:
+    for i, place in enumerate(places):
+        if i in chosen:
             continue
-        edited_V = edited(logits_NV[row], place)
+        edited_V = edited(logits_NV[rows[i]], place)
         if place.request.params.greedy:
-            chosen[row] = argmax(edited_V[None])[0]
+            chosen[i] = argmax(edited_V[None])[0]
         else:
-            sampled[row] = edited_V
-    tokens = _drawn(list(sampled.values()), [places[row] for row in sampled])
+            sampled[i] = edited_V
+    tokens = _drawn(list(sampled.values()), [places[i] for i in sampled])
     chosen.update(zip(sampled, tokens, strict=True))
-    return [chosen[row] for row in range(len(places))]
+    return [chosen[i] for i in range(len(places))]
 
 
 def argmax(logits_NV: Tensor) -> list[int]:
@@ -129,7 +136,7 @@ def draw(probs_V: Tensor, seed: int, position: int, stream: int) -> int:
 
 
 def contenders(
-    logits_NV: Tensor, place: Place, ids_V: Tensor | None = None, count: int = 256
+    logits_NV: Tensor, place: Place, ids_V: Tensor | None = None, count: int = 128
 ) -> tuple[Tensor, Tensor]:
     """Columns of the likeliest tokens of rows at one place, and the scores that they race with.
 
@@ -140,8 +147,10 @@ def contenders(
     """
     params = place.request.params
     weights_NV = logits_NV.float() / params.temperature
-    top_NC, columns_NC = weights_NV.topk(min(count, weights_NV.shape[1]))
-    logs_NC = top_NC - weights_NV.logsumexp(-1, keepdim=True)
+    columns_NC, shares_NC = best(weights_NV, min(count, weights_NV.shape[1]))
+    top_NC = weights_NV.gather(1, columns_NC)
+    # Shares of the lesser ones may be too small for their logarithm; the best one's never is.
+    logs_NC = top_NC - top_NC[:, :1] + shares_NC[:, :1].log()
     kept_NC = _kept_of_ranked(logs_NC, params)
     ids_NC = columns_NC if ids_V is None else ids_V[columns_NC]
     noise_NC = gumbel(place.request.seed, place.position, ids_NC)

@@ -867,6 +867,51 @@ static Mass look_over(const float *x, int32_t begin, int32_t end, float *maxima)
     return (Mass){largest, total};
 }
 
+typedef struct {
+    float weight, mass;
+} Weighed;
+
+INLINE void swap(Weighed *a, Weighed *b) {
+    Weighed kept = *a;
+    *a = *b;
+    *b = kept;
+}
+
+/* The largest weight such that those from it on have the mass, or the smallest one. Quickselect. */
+static float cut(Weighed *x, int32_t count, double mass) {
+    int32_t begin = 0, end = count;
+    for (;;) {
+        float pivot = x[begin + (end - begin) / 2].weight;
+        double above = 0, equal = 0;
+        int32_t first = begin, at = begin, last = end; /* equal weights end up in [first, last) */
+        while (at < last) {
+            if (x[at].weight > pivot) {
+                above += x[at].mass;
+                swap(x + first++, x + at++);
+            } else if (x[at].weight < pivot) {
+                swap(x + at, x + --last);
+            } else {
+                equal += x[at++].mass;
+            }
+        }
+        if (first > begin && above >= mass) {
+            end = first;
+        } else if (last == end || above + equal >= mass) {
+            return pivot;
+        } else {
+            mass -= above + equal;
+            begin = last;
+        }
+    }
+}
+
+/* What the `count` largest of some numbers reach, or -inf where they are fewer. */
+static float kth(const float *x, int32_t size, int32_t count, Weighed *scratch) {
+    if (count > size) return -INFINITY;
+    for (int32_t i = 0; i < size; i++) scratch[i] = (Weighed){x[i], 1};
+    return cut(scratch, size, count);
+}
+
 /* Put a score into the best of those before it. */
 static void insert(float score, int64_t column, int32_t count, int32_t *found, int64_t *columns,
                    float *scores) {
@@ -881,17 +926,15 @@ static void insert(float score, int64_t column, int32_t count, int32_t *found, i
 }
 
 /* The `count` largest scores, best first and the lowest column first in a tie, and their shares. */
-static void pick(const float *x, int32_t size, const float *maxima, const Mass masses[PARTS_OF_ROW],
-                 int32_t count, int64_t *columns, float *shares) {
+static void pick(const float *x, int32_t size, const float *maxima, Weighed *scratch,
+                 const Mass masses[PARTS_OF_ROW], int32_t count, int64_t *columns, float *shares) {
     int32_t chunks = (size + CHUNK - 1) / CHUNK, found = 0;
-    for (int32_t c = 0; c < chunks; c++) insert(maxima[c], c, count, &found, columns, shares);
-    /* So many chunks have a score that is no less. */
-    float bound = found < count ? -INFINITY : shares[count - 1];
-    found = 0;
+    float bound = kth(maxima, chunks, count, scratch);
     for (int32_t c = 0; c < chunks; c++) {
-        if (!(maxima[c] >= bound)) continue;
+        if (!(maxima[c] >= bound)) continue; /* `count` chunks reach it */
         int32_t end = (c + 1) * CHUNK < size ? (c + 1) * CHUNK : size;
-        for (int32_t i = c * CHUNK; i < end; i++) insert(x[i], i, count, &found, columns, shares);
+        for (int32_t i = c * CHUNK; i < end; i++)
+            if (x[i] >= bound) insert(x[i], i, count, &found, columns, shares);
     }
     float largest = shares[0], total = 0;
     for (int32_t p = 0; p < PARTS_OF_ROW; p++)
@@ -901,7 +944,8 @@ static void pick(const float *x, int32_t size, const float *maxima, const Mass m
 }
 
 static int32_t floats_of_ranking(int32_t size) {
-    return PARTS_OF_ROW * sizeof(Mass) / sizeof(float) + (size + CHUNK - 1) / CHUNK;
+    int32_t chunks = (size + CHUNK - 1) / CHUNK; /* their maxima, and those once more to rank them */
+    return (PARTS_OF_ROW * sizeof(Mass) + chunks * (sizeof(float) + sizeof(Weighed))) / sizeof(float);
 }
 
 static void best_of_rows(const float *scores, int32_t rows, int32_t stride, int32_t size,
@@ -917,8 +961,9 @@ static void best_of_rows(const float *scores, int32_t rows, int32_t stride, int3
         }
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        const Mass *masses = (const Mass *)(scratch + r * floats);
-        pick(scores + r * stride, size, (const float *)(masses + PARTS_OF_ROW), masses, count,
+        Mass *masses = (Mass *)(scratch + r * floats);
+        float *maxima = (float *)(masses + PARTS_OF_ROW);
+        pick(scores + r * stride, size, maxima, (Weighed *)(maxima + chunks), masses, count,
              columns + r * count, shares + r * count);
     }
 }
@@ -948,10 +993,6 @@ typedef struct { /* log weights are (logit - largest) / temperature, maxima thos
     int32_t size, chunks;
     float *maxima;
 } Law;
-
-typedef struct {
-    float weight, mass;
-} Weighed;
 
 /* The log weights of a chunk; -inf beyond the end of the row. */
 INLINE void weigh(const Law *law, int32_t chunk, float *weights) {
@@ -995,46 +1036,9 @@ static int32_t collect(const Law *law, float bound, Weighed *found) {
     return count;
 }
 
-INLINE void swap(Weighed *a, Weighed *b) {
-    Weighed kept = *a;
-    *a = *b;
-    *b = kept;
-}
-
-/* The largest weight such that those from it on have the mass, or the smallest one. Quickselect. */
-static float cut(Weighed *x, int32_t count, double mass) {
-    int32_t begin = 0, end = count;
-    for (;;) {
-        float pivot = x[begin + (end - begin) / 2].weight;
-        double above = 0, equal = 0;
-        int32_t first = begin, at = begin, last = end; /* equal weights end up in [first, last) */
-        while (at < last) {
-            if (x[at].weight > pivot) {
-                above += x[at].mass;
-                swap(x + first++, x + at++);
-            } else if (x[at].weight < pivot) {
-                swap(x + at, x + --last);
-            } else {
-                equal += x[at++].mass;
-            }
-        }
-        if (first > begin && above >= mass) {
-            end = first;
-        } else if (last == end || above + equal >= mass) {
-            return pivot;
-        } else {
-            mass -= above + equal;
-            begin = last;
-        }
-    }
-}
-
 static float kth_weight(const Law *law, int32_t k, float bound, Weighed *scratch) {
-    if (k <= law->chunks) { /* k chunks have a token that weighs no less than this */
-        for (int32_t c = 0; c < law->chunks; c++) scratch[c] = (Weighed){law->maxima[c], 1};
-        float reached = cut(scratch, law->chunks, k);
-        bound = reached > bound ? reached : bound;
-    }
+    float reached = kth(law->maxima, law->chunks, k, scratch); /* by a token each in k chunks */
+    bound = reached > bound ? reached : bound;
     int32_t count = collect(law, bound, scratch);
     for (int32_t i = 0; i < count; i++) scratch[i].mass = 1;
     return cut(scratch, count, k);
