@@ -12,6 +12,9 @@ id), never a running stream: the token at a place is a pure function of the logi
 the tokens before it, whoever asks and however often. Greedy is the case without noise; ties go to
 the lowest token id. No result depends on the other rows of a call.
 
+On processors with compiled kernels a token is chosen from float32 logits in one call: kernels.c,
+"Choosing". All else takes the general path here, which differs where rounding decides only.
+
 Shapes: N rows or kept tokens, V vocabulary.
 """
 

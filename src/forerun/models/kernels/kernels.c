@@ -1021,41 +1021,55 @@ static double mass_from(const Law *law, float bound) {
     return sum(totals);
 }
 
-/* The tokens that weigh at least `bound`. One more is written than is counted. */
-static int32_t collect(const Law *law, float bound, Weighed *found) {
+/* The tokens from one weight on and below another. One more is written than is counted. */
+static int32_t collect(const Law *law, float low, float high, Weighed *found) {
     int32_t count = 0;
     for (int32_t c = 0; c < law->chunks; c++) {
-        if (!(law->maxima[c] >= bound)) continue;
+        if (!(law->maxima[c] >= low)) continue;
         float weights[CHUNK];
         weigh(law, c, weights);
         for (int32_t i = 0; i < CHUNK; i++) {
             found[count].weight = weights[i];
-            count += weights[i] >= bound;
+            count += (weights[i] >= low) & (weights[i] < high);
         }
     }
+    return count;
+}
+
+/* The same with the mass of each, and of all. */
+static int32_t collect_masses(const Law *law, float low, float high, Weighed *found, double *total) {
+    int32_t count = collect(law, low, high, found);
+    *total = 0;
+    for (int32_t i = 0; i < count; i++) *total += found[i].mass = expf(found[i].weight);
     return count;
 }
 
 static float kth_weight(const Law *law, int32_t k, float bound, Weighed *scratch) {
     float reached = kth(law->maxima, law->chunks, k, scratch); /* by a token each in k chunks */
     bound = reached > bound ? reached : bound;
-    int32_t count = collect(law, bound, scratch);
+    int32_t count = collect(law, bound, INFINITY, scratch);
     for (int32_t i = 0; i < count; i++) scratch[i].mass = 1;
     return cut(scratch, count, k);
 }
 
 /* The smallest weight in the nucleus of the tokens from `bound` on. No more than e^8 tokens have a
- * probability of e^-8, and mostly those are enough. */
+ * probability of e^-8, and mostly those are enough; otherwise it is sought between `low` and `high`. */
 static float nucleus(const Law *law, float bound, Weighed *scratch) {
-    double total = mass_from(law, bound), wanted = total * law->choice->top_p;
-    for (float depth = 8;; depth *= 2) {
-        float lowest = logf(total) - depth;
-        int32_t last = lowest <= bound || depth > 16;
-        int32_t count = collect(law, last ? bound : lowest, scratch);
-        double mass = 0;
-        for (int32_t i = 0; i < count; i++) mass += scratch[i].mass = expf(scratch[i].weight);
-        if (last || mass >= wanted) return cut(scratch, count, wanted);
+    double total = mass_from(law, bound), wanted = total * law->choice->top_p, above = 0;
+    float low = bound, high = INFINITY, likely = logf(total) - 8;
+    if (likely > bound) {
+        int32_t count = collect_masses(law, likely, high, scratch, &above);
+        if (above >= wanted) return cut(scratch, count, wanted);
+        high = likely;
     }
+    for (float step = 4; step > 0.25f && high - step > bound; step /= 2) {
+        double mass = mass_from(law, high - step);
+        if (mass >= wanted) low = high - step;
+        else high -= step, above = mass;
+    }
+    double between;
+    int32_t count = collect_masses(law, low, high, scratch, &between);
+    return count ? cut(scratch, count, wanted - above) : high; /* none where rounding decided */
 }
 
 static float threshold_of(const Law *law, Weighed *scratch) {
