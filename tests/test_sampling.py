@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun import sampling
 from forerun.core import Request, SamplingParams
 from forerun.errors import ConfigError
+from forerun.models import kernels
 from forerun.sampling import Place, Stream, argmax, choose, draw, gumbel, law, logprobs, uniform
 
 PROMPT = [3, 1, 4, 1]
@@ -204,7 +205,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         together = choose(logits_NV, places)
         alone = [choose(logits_NV[i : i + 1].clone(), [place])[0] for i, place in enumerate(places)]
         assert together == alone
+        backwards = range(len(places))[::-1]
         assert choose(logits_NV.flip(0), places[::-1]) == together[::-1]
+        assert choose(logits_NV, places[::-1], backwards) == together[::-1]
 
 
 def test_the_choice_is_the_largest_log_law_plus_noise() -> None:
@@ -230,11 +233,38 @@ def test_greedy_ties_go_to_the_lowest_token() -> None:
 
 def test_sampled_ties_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "gumbel", lambda seed, position, ids_N, stream: ids_N * 0.0)
-    logits_NV = torch.zeros(1, 3000)
+    logits_NV = torch.zeros(1, 3000, dtype=torch.float64)  # not compiled, where noise is what it is
     logits_NV[:, [2900, 700, 77, 1500]] = 1
     cases: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.001}, {"min_p": 0.9}]
     for params in cases:
         assert choose(logits_NV, [Place(request(**params))]) == [77], params
+
+
+@pytest.mark.parametrize("vocab", [15, 64, 65, 6001])
+def test_compiled_and_general_choices_are_the_same(
+    vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels.library() is None:
+        pytest.skip("no compiled kernels")
+    more: list[dict[str, Any]] = [
+        {"top_p": 1e-9},
+        {"top_k": vocab - 1},
+        {"top_k": 70},
+        {"temperature": 3.0, "top_p": 0.999},  # a nucleus of thousands
+        {"temperature": 1e9, "top_k": 2000, "top_p": 0.5},
+        {"temperature": 1e-40},
+    ]
+    sampled = [params for params in (*PARAMS.values(), *more) if params.get("temperature") != 0]
+    pairs = list(itertools.product(range(8), sampled))
+    places = [Place(request(seed, range(9), **params)) for seed, params in pairs]
+    logits_NV = random_logits(len(places), vocab, spread=4.0)
+    logits_NV[1::2] = (8 * logits_NV[1::2]).round() / 8  # many ties
+    compiled = choose(logits_NV, places)
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    general = choose(logits_NV, places)
+    assert general == compiled
+    others = [Place(request(seed + 1, range(9), **params)) for seed, params in pairs]
+    assert choose(logits_NV, others) != compiled, "the noise decides"
 
 
 def test_choices_over_seeds_follow_the_law() -> None:

@@ -12,11 +12,15 @@ id), never a running stream: the token at a place is a pure function of the logi
 the tokens before it, whoever asks and however often. Greedy is the case without noise; ties go to
 the lowest token id. No result depends on the other rows of a call.
 
+On processors with compiled kernels a token is chosen from float32 logits in one call: kernels.c,
+"Choosing". All else takes the general path here, which differs where rounding decides only.
+
 Shapes: N rows or kept tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +32,8 @@ from torch import Tensor
 
 from forerun.core import Request, SamplingParams, TokenLogprobs
 from forerun.errors import ConfigError
+from forerun.models import kernels
+from forerun.models.topk import best
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +70,34 @@ def takes_largest(request: Request, drafted: int = 0) -> bool:
 # ---- tokens -------------------------------------------------------------------------------------
 
 
-def choose(logits_NV: Tensor, places: Sequence[Place]) -> list[int]:
-    """The target's own next token at each place; `places[i]` belongs to row i.
+def choose(
+    logits_NV: Tensor, places: Sequence[Place], rows: Sequence[int] | None = None
+) -> list[int]:
+    """The target's own next token at each place; `places[i]` belongs to row i, or to `rows[i]`.
 
     logits_NV: float32 or float64. One argmax serves all rows that are greedy without edits.
     """
-    assert len(places) == len(logits_NV), "one place per row"
-    plain = [row for row, place in enumerate(places) if place.is_argmax]
-    if len(plain) == len(places):
-        return argmax(logits_NV)
-    chosen = dict(zip(plain, argmax(logits_NV[plain]), strict=True)) if plain else {}
-    return [
-        chosen[row] if row in chosen else _choose(logits_NV[row], place)
-        for row, place in enumerate(places)
-    ]
+    assert len(places) == len(logits_NV if rows is None else rows), "one place per row"
+    plain = [i for i, place in enumerate(places) if place.is_argmax]
+    if rows is None:
+        if len(plain) == len(places):
+            return argmax(logits_NV)
+        rows = range(len(places))
+    chosen = {}
+    if plain:
+        chosen = dict(zip(plain, argmax(logits_NV[[rows[i] for i in plain]]), strict=True))
+    sampled = {}
+    for i, place in enumerate(places):
+        if i in chosen:
+            continue
+        edited_V = edited(logits_NV[rows[i]], place)
+        if place.request.params.greedy:
+            chosen[i] = argmax(edited_V[None])[0]
+        else:
+            sampled[i] = edited_V
+    tokens = _drawn(list(sampled.values()), [places[i] for i in sampled])
+    chosen.update(zip(sampled, tokens, strict=True))
+    return [chosen[i] for i in range(len(places))]
 
 
 def argmax(logits_NV: Tensor) -> list[int]:
@@ -130,8 +150,10 @@ def contenders(
     """
     params = place.request.params
     weights_NV = logits_NV.float() / params.temperature
-    top_NC, columns_NC = weights_NV.topk(min(count, weights_NV.shape[1]))
-    logs_NC = top_NC - weights_NV.logsumexp(-1, keepdim=True)
+    columns_NC, shares_NC = best(weights_NV, min(count, weights_NV.shape[1]))
+    top_NC = weights_NV.gather(1, columns_NC)
+    # Shares of the lesser ones may be too small for their logarithm; the best one's never is.
+    logs_NC = top_NC - top_NC[:, :1] + shares_NC[:, :1].log()
     kept_NC = _kept_of_ranked(logs_NC, params)
     ids_NC = columns_NC if ids_V is None else ids_V[columns_NC]
     noise_NC = gumbel(place.request.seed, place.position, ids_NC)
@@ -161,13 +183,37 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise ConfigError(f"logit_bias of token {token} is {bias}; use a finite number or -inf")
 
 
-def _choose(logits_V: Tensor, place: Place) -> int:
-    edited_V = edited(logits_V, place)
-    request = place.request
-    if request.params.greedy:
-        return argmax(edited_V[None])[0]
-    ids_N, weights_N = _kept(edited_V, request.params)
-    return _race(weights_N, ids_N, request.seed, place.position, Stream.TARGET)
+def _drawn(rows_V: Sequence[Tensor], places: Sequence[Place]) -> list[int]:
+    """The choices of requests that sample, each from its edited row."""
+    if not rows_V:
+        return []
+    lib = kernels.library() if rows_V[0].device.type == "cpu" else None
+    if lib is not None and rows_V[0].dtype == torch.float32:
+        return _drawn_compiled(lib, [row_V.contiguous() for row_V in rows_V], places)
+    tokens = []
+    for logits_V, place in zip(rows_V, places, strict=True):
+        request = place.request
+        ids_N, weights_N = _kept(logits_V, request.params)
+        tokens.append(_race(weights_N, ids_N, request.seed, place.position, Stream.TARGET))
+    return tokens
+
+
+def _drawn_compiled(
+    lib: ctypes.CDLL, rows_V: Sequence[Tensor], places: Sequence[Place]
+) -> list[int]:
+    count = len(rows_V)
+    choices = (kernels.Choice * count)()
+    for choice, logits_V, place in zip(choices, rows_V, places, strict=True):
+        params = place.request.params
+        choice.logits = logits_V.data_ptr()
+        choice.key = _key(place.request.seed, place.position, Stream.TARGET)
+        choice.temperature = params.temperature
+        choice.least = math.log(params.min_p) if params.min_p else -math.inf
+        choice.top_k = params.top_k
+        choice.top_p = params.top_p
+    tokens = (ctypes.c_int64 * count)()
+    lib.choose(choices, count, len(rows_V[0]), tokens)
+    return list(tokens)
 
 
 def _race(weights_N: Tensor, ids_N: Tensor, seed: int, position: int, stream: int) -> int:

@@ -127,10 +127,12 @@ def run_all(
     request = Request(0, list(PROMPT), len(PROMPT), params, seed=0)
 
     def step(chance: Chance) -> tuple[Draft, Verdict]:
-        def choose(logits_NV: Tensor, places: Sequence[Place]) -> list[int]:
+        def choose(
+            logits_NV: Tensor, places: Sequence[Place], rows: Sequence[int] | None = None
+        ) -> list[int]:
             return [
-                chance.pick(law(logits_V, place).tolist())
-                for logits_V, place in zip(logits_NV, places, strict=True)
+                chance.pick(law(logits_NV[row], place).tolist())
+                for row, place in zip(rows or range(len(places)), places, strict=True)
             ]
 
         for module in (follow, reference, typical):

@@ -49,7 +49,8 @@ def follow(
             while walk.is_argmax and walk.advance(largest(walk.row)):
                 pass
     while sampled:  # only rows on a path are sampled from, one depth of all requests at a time
-        tokens = choose(logits_NV[[walk.row for walk in sampled]], [walk.place for walk in sampled])
+        places, rows = [walk.place for walk in sampled], [walk.row for walk in sampled]
+        tokens = choose(logits_NV, places, rows)
         sampled = [walk for walk, token in zip(sampled, tokens, strict=True) if walk.advance(token)]
     return [walk.verdict for walk in walks]
 

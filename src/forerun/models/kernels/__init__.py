@@ -96,6 +96,19 @@ class Layer(ctypes.Structure):
     )
 
 
+class Choice(ctypes.Structure):
+    """Mirror of `Choice` in kernels.c."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("key", ctypes.c_uint64),
+        ("top_p", ctypes.c_double),
+        ("temperature", ctypes.c_float),
+        ("least", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+    )
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had."""
@@ -173,6 +186,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.norm.argtypes = (pointer, pointer, real, pointer, int32, int32, int32)
     lib.add_silu.argtypes = (pointer, pointer, ctypes.c_int64, pointer, int32, int32, int32)
     lib.best.argtypes = (pointer, int32, int32, int32, int32, pointer, pointer)
+    lib.choose.argtypes, lib.choose.restype = (pointer, int32, int32, pointer), None
     lib.logits.argtypes = (pointer, pointer, real, pointer, pointer, pointer, int32, int32)
     lib.rank.argtypes = (*lib.logits.argtypes, int32, int32, pointer, pointer)
     for name in VOIDS:

@@ -11,6 +11,7 @@
  */
 #include "kernels.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -866,6 +867,51 @@ static Mass look_over(const float *x, int32_t begin, int32_t end, float *maxima)
     return (Mass){largest, total};
 }
 
+typedef struct {
+    float weight, mass;
+} Weighed;
+
+INLINE void swap(Weighed *a, Weighed *b) {
+    Weighed kept = *a;
+    *a = *b;
+    *b = kept;
+}
+
+/* The largest weight such that those from it on have the mass, or the smallest one. Quickselect. */
+static float cut(Weighed *x, int32_t count, double mass) {
+    int32_t begin = 0, end = count;
+    for (;;) {
+        float pivot = x[begin + (end - begin) / 2].weight;
+        double above = 0, equal = 0;
+        int32_t first = begin, at = begin, last = end; /* equal weights end up in [first, last) */
+        while (at < last) {
+            if (x[at].weight > pivot) {
+                above += x[at].mass;
+                swap(x + first++, x + at++);
+            } else if (x[at].weight < pivot) {
+                swap(x + at, x + --last);
+            } else {
+                equal += x[at++].mass;
+            }
+        }
+        if (first > begin && above >= mass) {
+            end = first;
+        } else if (last == end || above + equal >= mass) {
+            return pivot;
+        } else {
+            mass -= above + equal;
+            begin = last;
+        }
+    }
+}
+
+/* What the `count` largest of some numbers reach, or -inf where they are fewer. */
+static float kth(const float *x, int32_t size, int32_t count, Weighed *scratch) {
+    if (count > size) return -INFINITY;
+    for (int32_t i = 0; i < size; i++) scratch[i] = (Weighed){x[i], 1};
+    return cut(scratch, size, count);
+}
+
 /* Put a score into the best of those before it. */
 static void insert(float score, int64_t column, int32_t count, int32_t *found, int64_t *columns,
                    float *scores) {
@@ -880,17 +926,15 @@ static void insert(float score, int64_t column, int32_t count, int32_t *found, i
 }
 
 /* The `count` largest scores, best first and the lowest column first in a tie, and their shares. */
-static void pick(const float *x, int32_t size, const float *maxima, const Mass masses[PARTS_OF_ROW],
-                 int32_t count, int64_t *columns, float *shares) {
+static void pick(const float *x, int32_t size, const float *maxima, Weighed *scratch,
+                 const Mass masses[PARTS_OF_ROW], int32_t count, int64_t *columns, float *shares) {
     int32_t chunks = (size + CHUNK - 1) / CHUNK, found = 0;
-    for (int32_t c = 0; c < chunks; c++) insert(maxima[c], c, count, &found, columns, shares);
-    /* So many chunks have a score that is no less. */
-    float bound = found < count ? -INFINITY : shares[count - 1];
-    found = 0;
+    float bound = kth(maxima, chunks, count, scratch);
     for (int32_t c = 0; c < chunks; c++) {
-        if (!(maxima[c] >= bound)) continue;
+        if (!(maxima[c] >= bound)) continue; /* `count` chunks reach it */
         int32_t end = (c + 1) * CHUNK < size ? (c + 1) * CHUNK : size;
-        for (int32_t i = c * CHUNK; i < end; i++) insert(x[i], i, count, &found, columns, shares);
+        for (int32_t i = c * CHUNK; i < end; i++)
+            if (x[i] >= bound) insert(x[i], i, count, &found, columns, shares);
     }
     float largest = shares[0], total = 0;
     for (int32_t p = 0; p < PARTS_OF_ROW; p++)
@@ -900,7 +944,8 @@ static void pick(const float *x, int32_t size, const float *maxima, const Mass m
 }
 
 static int32_t floats_of_ranking(int32_t size) {
-    return PARTS_OF_ROW * sizeof(Mass) / sizeof(float) + (size + CHUNK - 1) / CHUNK;
+    int32_t chunks = (size + CHUNK - 1) / CHUNK; /* their maxima, and those once more to rank them */
+    return (PARTS_OF_ROW * sizeof(Mass) + chunks * (sizeof(float) + sizeof(Weighed))) / sizeof(float);
 }
 
 static void best_of_rows(const float *scores, int32_t rows, int32_t stride, int32_t size,
@@ -916,8 +961,9 @@ static void best_of_rows(const float *scores, int32_t rows, int32_t stride, int3
         }
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        const Mass *masses = (const Mass *)(scratch + r * floats);
-        pick(scores + r * stride, size, (const float *)(masses + PARTS_OF_ROW), masses, count,
+        Mass *masses = (Mass *)(scratch + r * floats);
+        float *maxima = (float *)(masses + PARTS_OF_ROW);
+        pick(scores + r * stride, size, maxima, (Weighed *)(maxima + chunks), masses, count,
              columns + r * count, shares + r * count);
     }
 }
@@ -929,6 +975,181 @@ void best(const float *scores, int32_t rows, int32_t stride, int32_t size, int32
     float *scratch = ranking_scratch(rows, floats_of_ranking(size));
 #pragma omp parallel if ((int64_t)rows * size * COST_OF_A_SCORE > WORTH_A_TEAM)
     best_of_rows(scores, rows, stride, size, count, columns, shares, scratch);
+}
+
+/* Choosing. The law and the race are those of sampling.py, which says what they are. */
+
+typedef struct {
+    const float *logits;
+    uint64_t key; /* of the noise at this place */
+    double top_p;
+    float temperature, least; /* least: log of min_p */
+    int32_t top_k;            /* 0: no bound */
+} Choice;
+
+typedef struct { /* log weights are (logit - largest) / temperature, maxima those of the chunks */
+    const Choice *choice;
+    float largest;
+    int32_t size, chunks;
+    float *maxima;
+} Law;
+
+/* The log weights of a chunk; -inf beyond the end of the row. */
+INLINE void weigh(const Law *law, int32_t chunk, float *weights) {
+    const float *x = law->choice->logits + chunk * CHUNK;
+    int32_t end = law->size - chunk * CHUNK;
+    float largest = law->largest, temperature = law->choice->temperature;
+    if (end >= CHUNK)
+        for (int32_t i = 0; i < CHUNK; i += LANES)
+            store(weights, i, (load(x, i, 0) - largest) / temperature, 0);
+    else
+        for (int32_t i = 0; i < CHUNK; i++)
+            weights[i] = i < end ? (x[i] - largest) / temperature : -INFINITY;
+}
+
+static double mass_from(const Law *law, float bound) {
+    vf totals = {0};
+    for (int32_t c = 0; c < law->chunks; c++) {
+        if (!(law->maxima[c] >= bound)) continue;
+        float weights[CHUNK];
+        weigh(law, c, weights);
+        for (int32_t i = 0; i < CHUNK; i += LANES) {
+            vf w = load(weights, i, 0);
+            totals += (vf)((vi)exponential(w) & (w >= bound));
+        }
+    }
+    return sum(totals);
+}
+
+/* The tokens from one weight on and below another. One more is written than is counted. */
+static int32_t collect(const Law *law, float low, float high, Weighed *found) {
+    int32_t count = 0;
+    for (int32_t c = 0; c < law->chunks; c++) {
+        if (!(law->maxima[c] >= low)) continue;
+        float weights[CHUNK];
+        weigh(law, c, weights);
+        for (int32_t i = 0; i < CHUNK; i++) {
+            found[count].weight = weights[i];
+            count += (weights[i] >= low) & (weights[i] < high);
+        }
+    }
+    return count;
+}
+
+/* The same with the mass of each, and of all. */
+static int32_t collect_masses(const Law *law, float low, float high, Weighed *found, double *total) {
+    int32_t count = collect(law, low, high, found);
+    *total = 0;
+    for (int32_t i = 0; i < count; i++) *total += found[i].mass = expf(found[i].weight);
+    return count;
+}
+
+static float kth_weight(const Law *law, int32_t k, float bound, Weighed *scratch) {
+    float reached = kth(law->maxima, law->chunks, k, scratch); /* by a token each in k chunks */
+    bound = reached > bound ? reached : bound;
+    int32_t count = collect(law, bound, INFINITY, scratch);
+    for (int32_t i = 0; i < count; i++) scratch[i].mass = 1;
+    return cut(scratch, count, k);
+}
+
+/* The smallest weight in the nucleus of the tokens from `bound` on. No more than e^8 tokens have a
+ * probability of e^-8, and mostly those are enough; otherwise it is sought between `low` and `high`. */
+static float nucleus(const Law *law, float bound, Weighed *scratch) {
+    double total = mass_from(law, bound), wanted = total * law->choice->top_p, above = 0;
+    float low = bound, high = INFINITY, likely = logf(total) - 8;
+    if (likely > bound) {
+        int32_t count = collect_masses(law, likely, high, scratch, &above);
+        if (above >= wanted) return cut(scratch, count, wanted);
+        high = likely;
+    }
+    for (float step = 4; step > 0.25f && high - step > bound; step /= 2) {
+        double mass = mass_from(law, high - step);
+        if (mass >= wanted) low = high - step;
+        else high -= step, above = mass;
+    }
+    double between;
+    int32_t count = collect_masses(law, low, high, scratch, &between);
+    return count ? cut(scratch, count, wanted - above) : high; /* none where rounding decided */
+}
+
+static float threshold_of(const Law *law, Weighed *scratch) {
+    const Choice *choice = law->choice;
+    float threshold = choice->least;
+    if (choice->top_k > 0 && choice->top_k < law->size) {
+        float kth = kth_weight(law, choice->top_k, threshold, scratch);
+        threshold = kth > threshold ? kth : threshold;
+    }
+    if (choice->top_p < 1) threshold = nucleus(law, threshold, scratch);
+    return threshold;
+}
+
+INLINE uint64_t hashed(uint64_t key, uint64_t token) { /* SplitMix64 */
+    uint64_t z = key + token * 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+static float gumbel(uint64_t hash) {
+    float v = ((float)(int64_t)(hash >> 12) + 0.5f) * 0x1p-52f;
+    if (v > 1 - 0x1p-24f) v = 1 - 0x1p-24f;
+    return -logf(-log1pf(-v));
+}
+
+/* The token with the largest weight plus noise. For that e^-(weight + noise), which is at least
+ * v / e^weight, has to be less than the smallest so far: few tokens need logarithms. */
+static int32_t race(const Law *law, float threshold) {
+    uint64_t key = law->choice->key;
+    int32_t winner = 0;
+    float score = -INFINITY, limit = FLT_MAX;
+    for (int32_t c = 0; c < law->chunks; c++) {
+        if (!(law->maxima[c] >= threshold)) continue;
+        float weights[CHUNK];
+        uint32_t upper[CHUNK]; /* half of the hash */
+        int32_t fast[CHUNK];
+        weigh(law, c, weights);
+        for (int32_t i = 0; i < CHUNK; i++) upper[i] = hashed(key, c * CHUNK + i) >> 32;
+        for (int32_t i = 0; i < CHUNK; i += LANES) {
+            vu u;
+            memcpy(&u, upper + i, sizeof u);
+            vf w = load(weights, i, 0), v = __builtin_convertvector(u, vf) * 0x1p-32f;
+            vi in_time = (v <= exponential(w) * limit) & (w >= threshold);
+            memcpy(fast + i, &in_time, sizeof in_time);
+        }
+        int32_t any = 0;
+        for (int32_t i = 0; i < CHUNK; i++) any |= fast[i];
+        if (!any) continue;
+        for (int32_t i = 0; i < CHUNK; i++) {
+            if (!fast[i]) continue;
+            float reached = weights[i] + gumbel(hashed(key, c * CHUNK + i));
+            if (!(reached > score)) continue;
+            score = reached;
+            winner = c * CHUNK + i;
+            limit = expf(-score) * 1.0001f; /* nobody is left out by rounding */
+        }
+    }
+    return winner;
+}
+
+static int32_t choose_one(const Choice *choice, int32_t size) {
+    Law law = {choice, -INFINITY, size, (size + CHUNK - 1) / CHUNK, NULL};
+    Weighed *scratch = (Weighed *)ranking_scratch(1, 2 * (law.chunks * CHUNK + 1) + law.chunks);
+    law.maxima = (float *)(scratch + law.chunks * CHUNK + 1);
+    for (int32_t c = 0; c < law.chunks; c++) {
+        int32_t end = (c + 1) * CHUNK < size ? (c + 1) * CHUNK : size;
+        law.maxima[c] = largest_of(choice->logits, c * CHUNK, end);
+        if (law.maxima[c] > law.largest) law.largest = law.maxima[c];
+    }
+    if (law.largest == -INFINITY) return 0; /* all of it forbidden */
+    for (int32_t c = 0; c < law.chunks; c++)
+        law.maxima[c] = (law.maxima[c] - law.largest) / choice->temperature;
+    return race(&law, threshold_of(&law, scratch));
+}
+
+/* One token per place, each from a row of `size` logits. */
+void choose(const Choice *choices, int32_t rows, int32_t size, int64_t *tokens) {
+#pragma omp parallel for if (rows > 1 && (int64_t)rows * size * COST_OF_A_SCORE > WORTH_A_TEAM)
+    for (int32_t r = 0; r < rows; r++) tokens[r] = choose_one(choices + r, size);
 }
 
 double now(void) {
