@@ -62,9 +62,14 @@ class Place:
 def takes_largest(request: Request, drafted: int = 0) -> bool:
     """`Place.is_argmax` behind so many drafted tokens; drafters ask in every round, without a place
     for each request."""
+    return request.params.temperature == 0 and leaves_logits(request, drafted)
+
+
+def leaves_logits(request: Request, drafted: int = 0) -> bool:
+    """Whether logits decide as they stand, behind so many drafted tokens and behind more."""
     params = request.params
     reached = not params.min_tokens or request.output_length + drafted >= params.min_tokens
-    return params.temperature == 0 and not params.edits_logits and reached
+    return reached and not params.edits_logits
 
 
 # ---- tokens -------------------------------------------------------------------------------------

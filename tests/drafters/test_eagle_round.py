@@ -11,7 +11,7 @@ from forerun.drafters.calibration import Calibration
 from forerun.models import kernels
 from forerun.models.hub import LoadedModel, load
 from tiny_heads import tiny_eagle
-from twins import Twins
+from twins import SAMPLED, Twins
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -45,6 +45,22 @@ def test_equals_growth_level_by_level(
     assert len(set(twins.ratios)) > 2, "beliefs are corrected"
 
 
+@pytest.mark.parametrize("values", SAMPLED, ids=str)
+@pytest.mark.parametrize("flags", ["eagle3", "reduced"])
+def test_equals_growth_where_requests_sample(
+    target: LoadedModel, tmp_path: Path, flags: str, values: dict[str, float]
+) -> None:
+    twins = Twins(target, f"{drafted(tmp_path, target, flags)},min_prob=0.01,top_k=4", seed=3)
+    assert len(twins.live(8, **values)) > 2, "trees of several sizes"
+
+
+def test_more_candidates_than_race_otherwise(target: LoadedModel, tmp_path: Path) -> None:
+    spec = f"{drafted(tmp_path, target, 'eagle3')},min_prob=0,k=2,top_k=150,nodes=200"
+    twins = Twins(target, spec, seed=9)
+    (draft,) = twins.propose([twins.start(0, 9, temperature=1.5)], [200])
+    assert draft.parents.count(-1) > 1
+
+
 @pytest.mark.parametrize("flags", FLAGS)
 def test_the_same_in_bfloat16(folder: Path, tmp_path: Path, flags: str) -> None:
     target = load(str(folder), "bfloat16", "cpu")
@@ -72,12 +88,12 @@ def test_nothing_follows_the_end(target: LoadedModel, tmp_path: Path) -> None:
     assert all(ending.tokens[parent] != inner for parent in ending.parents if parent >= 0)
 
 
-def test_beside_a_request_that_samples_it_goes_on(target: LoadedModel, tmp_path: Path) -> None:
+def test_beside_a_request_with_penalties_it_goes_on(target: LoadedModel, tmp_path: Path) -> None:
     """Rows of rounds and rows of levels follow each other."""
     folder = tiny_eagle(tmp_path / "draft", target)
     twins = Twins(target, f"eagle3:{folder},k=4,top_k=2,nodes=9,min_prob=0", seed=4)
-    greedy, sampled = twins.start(0, 9), twins.start(1, 5, temperature=1.0)
-    for batch in ([greedy], [greedy, sampled], [greedy], [greedy, sampled], [greedy]):
+    greedy, penalised = twins.start(0, 9), twins.start(1, 5, repetition_penalty=2.0)
+    for batch in ([greedy], [greedy, penalised], [greedy], [greedy, penalised], [greedy]):
         for asked, draft in zip(batch, twins.propose(batch, [64] * len(batch)), strict=True):
             twins.go_on(asked, draft)
 
@@ -94,5 +110,14 @@ def test_a_wrong_ratio_would_be_seen(target: LoadedModel, tmp_path: Path) -> Non
     asked = twins.start(0, 9)
     twins.go_on(asked, *twins.propose([asked], [64]))
     twins.whole._calibration = Calibration()
+    with pytest.raises(AssertionError):
+        twins.propose([asked], [64])
+
+
+def test_wrong_noise_would_be_seen(target: LoadedModel, tmp_path: Path) -> None:
+    twins = Twins(target, f"eagle3:{tiny_eagle(tmp_path / 'draft', target)},top_k=3", seed=8)
+    asked = twins.start(0, 9, temperature=1.0)
+    twins.propose([asked], [64])
+    twins.whole._calibration._trees[0].sampling.seed += 1
     with pytest.raises(AssertionError):
         twins.propose([asked], [64])

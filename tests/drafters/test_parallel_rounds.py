@@ -16,7 +16,7 @@ from forerun.models.heads.dflash_runner import DFlashRunner
 from forerun.models.hub import LoadedModel, load
 from forerun.models.target import opened
 from tiny_heads import tiny_dflash_module, tiny_medusa
-from twins import Twins
+from twins import SAMPLED, Twins
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
 
@@ -64,6 +64,15 @@ def test_equals_passes_and_trees_in_python(
     twins = Twins(target, f"{draft(kind)},{shape}", seed=len(kind))
     assert len(twins.live(8)) > 2, "trees of several sizes"
     assert len(set(twins.ratios)) > 2, "beliefs are corrected"
+
+
+@pytest.mark.parametrize("values", SAMPLED, ids=str)
+@pytest.mark.parametrize("kind", ["medusa, one matrix, reduced", "dflash, in place"])
+def test_the_same_where_requests_sample(
+    target: LoadedModel, draft: Callable[[str], str], kind: str, values: dict[str, float]
+) -> None:
+    twins = Twins(target, f"{draft(kind)},top_k=4,nodes=14", seed=3)
+    assert len(twins.live(8, **values)) > 2, "trees of several sizes"
 
 
 @pytest.mark.parametrize("kind", KINDS)

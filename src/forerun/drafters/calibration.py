@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from forerun.core import Draft, Request
+from forerun.drafters.ranking import CONTENDERS
 from forerun.drafters.tree import outcomes, prune
 from forerun.models.heads.ratios import Ratios
 from forerun.models.heads.rounds import Rules, Tree
@@ -131,15 +132,17 @@ class Calibration:
         """For trees of at most `nodes` nodes, grown from `width` candidates a place."""
         rules = self._rules.get((width, nodes))
         if rules is None:
-            rules = self._rules[width, nodes] = Rules(width, nodes, self._shared, MOST)
+            racing = max(CONTENDERS, width)
+            rules = self._rules[width, nodes] = Rules(width, nodes, racing, self._shared, MOST)
         return rules
 
     def tree(self, request: Request, nodes: int, rules: Rules) -> Tree:
         """The tree of a request, to be grown to at most `nodes`; always with the same rules."""
         tree = self._trees.get(request.id)
         if tree is None or tree.ends is not request.stop_ids:
-            tree = self._trees[request.id] = Tree(rules, request.stop_ids, self._own(request))
+            tree = self._trees[request.id] = Tree(rules, request, self._own(request))
         tree.nodes = nodes
+        tree.position = len(request.tokens)
         return tree
 
     def grown(self, request: Request, tree: Tree) -> Draft:

@@ -37,7 +37,7 @@ from forerun.models.heads.eagle_round import EagleRounds, Start
 from forerun.models.heads.eagle_runner import EagleRunner
 from forerun.models.packing import Part, joined, pack_parts
 from forerun.models.target import opened
-from forerun.sampling import Place, takes_largest
+from forerun.sampling import Place, leaves_logits, takes_largest
 
 WAITING = 512  # features of a request that may wait for their rows
 NODES = 16  # of a tree
@@ -130,12 +130,12 @@ class EagleDrafter(Drafter):
         ]
         if not lanes:
             return [Draft()] * len(requests)
-        plain = all(takes_largest(lane.request) for lane in lanes)
-        if plain and (rounds := self._runner.rounds):
+        rounds = self._runner.rounds
+        if rounds and all(leaves_logits(lane.request) for lane in lanes):
             found = self._round(lanes, rounds)
         else:
             self._feed([(lane.request, lane.follower) for lane in lanes])
-            self._grow(lanes, plain)
+            self._grow(lanes, all(takes_largest(lane.request) for lane in lanes))
             found = [self._grown(lane) for lane in lanes]
         if len(lanes) == len(requests):
             return found

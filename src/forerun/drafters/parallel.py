@@ -1,7 +1,7 @@
 """Drafters that guess all places ahead at once, each by itself: Medusa heads and DFlash blocks.
 
-One pass per round gives a law for each place; what is made of them is in `marginals.py`, and for
-greedy requests, pass included, in one compiled call (kernels/marginals.c).
+One pass per round gives a law for each place; what is made of them is in `marginals.py`, and where
+requests do not edit logits, pass included, in one compiled call (kernels/marginals.c).
 
 B requests, D places ahead, U draft vocabulary.
 """
@@ -20,7 +20,7 @@ from forerun.drafters.laws import SILENT, Law
 from forerun.drafters.marginals import Candidates, best_tree, candidates, law_of
 from forerun.models.heads.rounds import Rules, Tree
 from forerun.models.target import opened
-from forerun.sampling import takes_largest
+from forerun.sampling import leaves_logits
 
 
 class ParallelDrafter(Drafter):
@@ -44,7 +44,7 @@ class ParallelDrafter(Drafter):
         asked, nodes = self._able(requests, budgets)
         if not asked:
             return [Draft()] * len(requests)
-        if self._has_rounds() and all(map(takes_largest, asked)):
+        if self._has_rounds() and all(map(leaves_logits, asked)):
             drafts = self._in_one_call(asked, nodes)
         else:
             drafts = self._step_by_step(asked, nodes)
@@ -108,7 +108,7 @@ class ParallelDrafter(Drafter):
 
     @abstractmethod
     def _has_rounds(self) -> bool:
-        """Whether trees of greedy requests can be had in one call."""
+        """Whether trees can be had in one call, where requests do not edit logits."""
 
     @abstractmethod
     def _round(self, requests: Sequence[Request], trees: Sequence[Tree], rules: Rules) -> None:

@@ -15,6 +15,8 @@ from forerun import sampling
 from forerun.models.topk import best
 from forerun.sampling import Place
 
+CONTENDERS = 128  # tokens of a place that race where a request samples, or top_k if that is more
+
 
 def rank(
     logits_NU: Tensor,
@@ -53,7 +55,8 @@ def _rank_alike(
     """Rows of one request at one position, edited already."""
     if place.request.params.greedy:
         return best(logits_NU, top_k)
-    columns_NC, scores_NC = sampling.contenders(logits_NU, place, ids_U)
+    count = max(CONTENDERS, top_k)
+    columns_NC, scores_NC = sampling.contenders(logits_NU, place, ids_U, count)
     order_NK, beliefs_NK = best(scores_NC, top_k)
     return columns_NC.gather(1, order_NK), beliefs_NK
 

@@ -1,4 +1,4 @@
-"""Greedy rounds of a DFlash draft, each in one compiled call (kernels/dflash.c).
+"""Rounds of a DFlash draft, each in one compiled call (kernels/dflash.c).
 
 R context tokens that are due, F features of each, C hidden size, V vocabulary of the target, U of
 the draft.

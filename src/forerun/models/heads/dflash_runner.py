@@ -34,7 +34,7 @@ class DFlashRunner:
 
     The network itself is not kept: it was laid out anew. store: the keys and values of the context,
     `slots` tokens of it; blocks are computed in the slots behind. ids_U: the target's ids of the
-    draft's tokens where they differ. rounds: greedy rounds in one call each, where they can be had.
+    draft's tokens where they differ. rounds: in one call each, where they can be had.
     """
 
     def __init__(self, network: DFlash, target: OpenTarget, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""Greedy rounds of an EAGLE draft, each in one compiled call (kernels/eagle.c).
+"""Rounds of an EAGLE draft, each in one compiled call (kernels/eagle.c).
 
 R rows that are due, F features per row, C hidden size, V vocabulary of the target, U of the draft.
 """

@@ -36,7 +36,7 @@ class EagleRunner:
 
     The network itself is not kept: what is needed of it was laid out anew. store: its keys and
     values, `slots` tokens of them. ids_U: the target's ids of the draft's tokens where they differ.
-    rounds: greedy rounds in one call each, where they can be had.
+    rounds: in one call each, where they can be had.
     """
 
     def __init__(self, network: EagleDraft, target: OpenTarget, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""Greedy rounds of Medusa heads, each in one compiled call (kernels/medusa.c).
+"""Rounds of Medusa heads, each in one compiled call (kernels/medusa.c).
 
 C hidden size, U tokens that logits are given of.
 """

@@ -22,8 +22,8 @@ from forerun.models.target import OpenTarget
 class MedusaRunner:
     """The first `count` heads of a set. The network itself is not kept: it was laid out anew.
 
-    ids_U: the target's ids of the heads' tokens where they differ. rounds: greedy rounds in one
-    call each, where they can be had.
+    ids_U: the target's ids of the heads' tokens where they differ. rounds: in one call
+    each, where they can be had.
     """
 
     def __init__(self, network: MedusaHeads, target: OpenTarget, count: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from forerun.core import Draft
+from forerun.core import Draft, Request
 from forerun.errors import CapacityError
 from forerun.models import kernels
 from forerun.models.compiled import Compiled, PackedMatrix
@@ -22,34 +22,59 @@ class Rules(ctypes.Structure):
     _fields_ = (
         ("width", ctypes.c_int32),
         ("bins", ctypes.c_int32),
+        ("contenders", ctypes.c_int32),
         ("most", ctypes.c_double),
         ("shared_at", ctypes.c_void_p),
     )
 
-    def __init__(self, width: int, nodes: int, shared: Ratios, most: float) -> None:
-        """width: candidates of a place. nodes: most in a tree. shared: per bin of beliefs and one
-        more, by which they are multiplied; read anew in every round. most: the largest chance."""
+    def __init__(
+        self, width: int, nodes: int, contenders: int, shared: Ratios, most: float
+    ) -> None:
+        """width: candidates of a place. nodes: most in a tree. contenders: likeliest tokens of a
+        place that race where a request samples. shared: per bin of beliefs and one more, by which
+        they are multiplied; read anew in every round. most: the largest chance."""
         bins = len(shared.values) - 1
-        super().__init__(width, bins, most, ctypes.addressof(shared))
+        super().__init__(width, bins, contenders, most, ctypes.addressof(shared))
         self.nodes = nodes
         self.address = ctypes.addressof(self)
         self._shared = shared  # keeps alive what the address points to
+
+
+class Sampling(ctypes.Structure):
+    """How a request chooses its tokens; mirror of `Sampling` in kernels/rounds.h."""
+
+    _fields_ = (
+        ("temperature", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("top_p", ctypes.c_double),
+        ("top_k", ctypes.c_int32),
+        ("seed", ctypes.c_uint64),
+    )
+
+    @classmethod
+    def of(cls, request: Request) -> Sampling:
+        params = request.params
+        return cls(params.temperature, params.min_p, params.top_p, params.top_k, request.seed)
 
 
 class Tree(ctypes.Structure):
     """The tree of a request, grown anew in every round; mirror of `Tree` in kernels/rounds.h.
 
     It stays where it is, with room for all nodes that it may ever have: behind a pass of the target
-    every object that is made costs as much as a dozen nodes. `nodes` is how many it may have next.
+    every object that is made costs as much as a dozen nodes. `nodes` is how many it may have next,
+    `position` that of the tokens behind its root.
     """
 
     nodes: int
+    position: int
     count: int
     _fields_ = (
         ("nodes", ctypes.c_int32),
         ("end_count", ctypes.c_int32),
         ("ends_at", ctypes.c_void_p),
         ("own_at", ctypes.c_void_p),
+        ("sampling", Sampling),
+        ("position", ctypes.c_int64),
         ("count", ctypes.c_int32),
         ("tokens_at", ctypes.c_void_p),
         ("parents_at", ctypes.c_void_p),
@@ -58,26 +83,27 @@ class Tree(ctypes.Structure):
         ("behind_at", ctypes.c_void_p),
     )
 
-    def __init__(self, rules: Rules, ends: frozenset[int], own: Ratios) -> None:
-        """ends: tokens that nothing follows. own: the ratio of this request, by which beliefs are
-        multiplied, too."""
+    def __init__(self, rules: Rules, request: Request, own: Ratios) -> None:
+        """own: the ratio of this request, by which beliefs are multiplied, too."""
         room = rules.nodes
         self._tokens = array("q", bytes(8 * room))
         self._parents = array("i", bytes(4 * room))
         self._beliefs = array("d", bytes(8 * room))
         self._survival = array("d", bytes(8 * room))
         behind = array("i", bytes(4 * room))
-        laid_out = _laid_out(ends)
+        laid_out = _laid_out(request.stop_ids)
         arrays = (self._tokens, self._parents, self._beliefs, self._survival, behind)
         super().__init__(
             room,
             len(laid_out),
             laid_out.buffer_info()[0],
             ctypes.addressof(own),
+            Sampling.of(request),
+            0,
             0,
             *(each.buffer_info()[0] for each in arrays),
         )
-        self.ends = ends
+        self.ends = request.stop_ids
         self.address = ctypes.addressof(self)
         self._rules_at = rules.address
         self._alive = (rules, laid_out, own, behind)  # what the addresses point to

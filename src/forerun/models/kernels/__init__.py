@@ -24,7 +24,7 @@ from forerun.home import cache_folder
 FOLDER = Path(__file__).parent
 VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "settle")
 ROUNDS = ("eagle", "medusa", "dflash")
-SOURCES = [FOLDER / f"{name}.c" for name in ("kernels", "rounds", "marginals", *ROUNDS)]
+SOURCES = [FOLDER / f"{name}.c" for name in ("kernels", "race", "rounds", "marginals", *ROUNDS)]
 HEADERS = [FOLDER / "kernels.h", FOLDER / "rounds.h"]
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 

@@ -1,4 +1,4 @@
-/* A greedy round of DFlash blocks (models/heads/dflash.py): the context that is due, then a block per
+/* A round of DFlash blocks (models/heads/dflash.py): the context that is due, then a block per
  * request, side by side in one pass. */
 #include "rounds.h"
 
@@ -32,6 +32,7 @@ typedef struct {
     float *scores;               /* [count, drafts, outputs] */
     int64_t *columns;            /* [count, drafts, width], as the shares */
     float *shares;
+    Choice *choices; /* [count, drafts] */
     Growing growing;
 } Round;
 
@@ -53,6 +54,7 @@ static size_t lay_out(Round *r, char *begin, int32_t width, int32_t nodes) {
     r->scores = take(&memory, ranked * net->head.out * sizeof(float));
     r->columns = take(&memory, ranked * width * sizeof(int64_t));
     r->shares = take(&memory, ranked * width * sizeof(float));
+    r->choices = take(&memory, ranked * sizeof(Choice));
     take_growing(&memory, &r->growing, nodes);
     return memory.used;
 }
@@ -100,7 +102,7 @@ static void lay_blocks(Round *r) {
 }
 
 /* Run them and rank what the slots say that draft; the seconds up to the logits. */
-static double run_blocks(Round *r, int32_t width) {
+static double run_blocks(Round *r, const Rules *rules, Tree *const trees[]) {
     const Blocks *net = r->net;
     Packing *p = &r->packing;
     double begin = now();
@@ -110,8 +112,12 @@ static double run_blocks(Round *r, int32_t width) {
         for (int32_t i = 0; i < r->drafts; i++)
             copy_row(r->hidden, s * r->drafts + i, r->hidden, p->first[s] + net->first_slot + i,
                      net->dim, net->bf16);
-    double ranking = rank(r->hidden, net->last_norm, net->norm_eps, &net->head, r->normed, r->scores,
-                          r->count * r->drafts, net->bf16, net->size, width, r->columns, r->shares);
+    int32_t rows = r->count * r->drafts;
+    for (int32_t i = 0; i < rows; i++)
+        r->choices[i] = choice_of(trees[i / r->drafts], i % r->drafts);
+    double ranking = rank_choices(r->hidden, net->last_norm, net->norm_eps, &net->head, r->normed,
+                                  r->scores, rows, net->bf16, net->size, rules, r->choices, net->ids,
+                                  r->columns, r->shares);
     return now() - begin - ranking;
 }
 
@@ -126,7 +132,7 @@ double dflash_round(const Blocks *net, const Rules *rules, int32_t slots, const 
     lay_out(&r, memory, rules->width, nodes);
     double seconds = append_due(&r);
     lay_blocks(&r);
-    seconds += run_blocks(&r, rules->width);
+    seconds += run_blocks(&r, rules, trees);
     for (int32_t s = 0; s < count; s++) {
         int64_t at = (int64_t)s * drafts * rules->width;
         Marginals m = {r.columns + at, r.shares + at, drafts, rules->width, net->ids};

@@ -1,8 +1,8 @@
-/* A greedy round of an EAGLE draft (models/heads/eagle.py): the rows that are due, then a tree per
- * request, level by level.
+/* A round of an EAGLE draft (models/heads/eagle.py): the rows that are due, then a tree per request,
+ * level by level.
  *
  * The same is said at more leisure in drafters/eagle.py and drafters/growing.py, which also draft
- * for requests that sample.
+ * for requests that edit logits.
  */
 #include "rounds.h"
 
@@ -65,6 +65,7 @@ typedef struct {
     void *normed;
     float *scores, *shares;
     int64_t *columns;
+    Choice *choices; /* of each row that is ranked */
     Node *kept;
     double seconds; /* in passes */
 } Round;
@@ -104,6 +105,7 @@ static size_t lay_out(Round *r, char *begin) {
     r->scores = take(&memory, (size_t)open * net->head.out * sizeof(float));
     r->shares = take(&memory, open * width * sizeof(float));
     r->columns = take(&memory, open * width * sizeof(int64_t));
+    r->choices = take(&memory, open * sizeof(Choice));
     r->kept = take(&memory, kept * sizeof(Node));
     return memory.used;
 }
@@ -151,9 +153,10 @@ static void run_rows(Round *r) {
 static void rank_rows(Round *r, int32_t rows) {
     const Network *net = r->net;
     double begin = now();
-    double ranking = rank(r->hidden, net->norm_output ? NULL : net->last_norm, net->norm_eps,
-                          &net->head, r->normed, r->scores, rows, net->bf16, net->size,
-                          r->rules->width, r->columns, r->shares);
+    const float *last_norm = net->norm_output ? NULL : net->last_norm;
+    double ranking = rank_choices(r->hidden, last_norm, net->norm_eps, &net->head, r->normed,
+                                  r->scores, rows, net->bf16, net->size, r->rules, r->choices,
+                                  net->ids, r->columns, r->shares);
     r->seconds += now() - begin - ranking;
 }
 
@@ -252,6 +255,7 @@ static void gather(Round *r) {
             const Candidate *c = &g->candidates[g->frontier[i]];
             copy_row(r->embedded, rows + i, net->embedding, c->token, net->dim, net->bf16);
             copy_row(r->above, rows + i, r->hidden, g->begin + c->origin, net->dim, net->bf16);
+            r->choices[rows + i] = choice_of(r->trees[s], g->level);
         }
         g->begin = rows;
         rows += g->frontier_count;
@@ -273,6 +277,7 @@ static void plant(Round *r) {
         g->frontier_count = 1;
         g->frontier[0] = -1;
         g->begin = s;
+        r->choices[s] = choice_of(r->trees[s], 0);
         copy_row(r->hidden, s, r->lanes[s].hidden, 0, r->net->dim, r->net->bf16);
     }
 }

@@ -824,10 +824,6 @@ void logits(const void *x, const float *norm, float eps, const Matrix *head, voi
 #define PARTS_OF_ROW 8
 #define COST_OF_A_SCORE 8 /* multiplications: its exponential */
 
-typedef struct { /* of the exponentials of some scores, in units of the largest */
-    float largest, total;
-} Mass;
-
 /* Scratch of rows with so many chunks, kept. */
 static float *ranking_scratch(int32_t rows, int32_t floats) {
     static _Thread_local float *scratch;
@@ -850,6 +846,19 @@ static float largest_of(const float *x, int32_t begin, int32_t end) {
     return largest;
 }
 
+/* Of scores of which this is the largest. */
+static Mass mass_below(float largest, const float *x, int32_t begin, int32_t end) {
+    if (largest == -INFINITY) return (Mass){largest, 0}; /* nothing there, or all of it forbidden */
+    vf totals = {0};
+    int32_t i = begin;
+    for (; i + LANES <= end; i += LANES) totals += exponential(load(x, i, 0) - largest);
+    float total = sum(totals);
+    for (; i < end; i++) total += expf(x[i] - largest);
+    return (Mass){largest, total};
+}
+
+Mass mass_of(const float *x, int32_t size) { return mass_below(largest_of(x, 0, size), x, 0, size); }
+
 /* The largest score of every chunk from `begin` on, which begins one, and the mass of all. */
 static Mass look_over(const float *x, int32_t begin, int32_t end, float *maxima) {
     float largest = -INFINITY;
@@ -858,13 +867,7 @@ static Mass look_over(const float *x, int32_t begin, int32_t end, float *maxima)
         maxima[at / CHUNK] = found;
         if (found > largest) largest = found;
     }
-    if (largest == -INFINITY) return (Mass){largest, 0}; /* nothing there, or all of it forbidden */
-    vf totals = {0};
-    int32_t i = begin;
-    for (; i + LANES <= end; i += LANES) totals += exponential(load(x, i, 0) - largest);
-    float total = sum(totals);
-    for (; i < end; i++) total += expf(x[i] - largest);
-    return (Mass){largest, total};
+    return mass_below(largest, x, begin, end);
 }
 
 typedef struct {
@@ -913,8 +916,8 @@ static float kth(const float *x, int32_t size, int32_t count, Weighed *scratch) 
 }
 
 /* Put a score into the best of those before it. */
-static void insert(float score, int64_t column, int32_t count, int32_t *found, int64_t *columns,
-                   float *scores) {
+void insert(float score, int64_t column, int32_t count, int32_t *found, int64_t *columns,
+            float *scores) {
     if (*found == count && !(score > scores[count - 1])) return;
     int32_t at = *found < count ? (*found)++ : count - 1;
     for (; at && score > scores[at - 1]; at--) {

@@ -46,6 +46,10 @@ typedef struct {
     int32_t normed_residual; /* the residual starts behind before_attention */
 } Layer;
 
+typedef struct { /* of the exponentials of some scores, in units of the largest */
+    float largest, total;
+} Mass;
+
 void prepare(Pass *pass);
 void run(const Pass *pass, const Layer *const layers[], int32_t count, const void *beside,
          void *hidden);
@@ -59,6 +63,9 @@ void logits(const void *x, const float *norm, float eps, const Matrix *head, voi
             float *out, int32_t rows, int32_t bf16);
 void best(const float *scores, int32_t rows, int32_t stride, int32_t size, int32_t count,
           int64_t *columns, float *shares);
+Mass mass_of(const float *x, int32_t size);
+void insert(float score, int64_t column, int32_t count, int32_t *found, int64_t *columns,
+            float *scores);
 double rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
             float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
             float *shares);

@@ -1,4 +1,4 @@
-/* A greedy round of Medusa heads (models/heads/medusa.py): all heads read one state of a request. */
+/* A round of Medusa heads (models/heads/medusa.py): all heads read one state of a request. */
 #include "rounds.h"
 
 typedef struct {
@@ -24,6 +24,7 @@ typedef struct {
     float *scores; /* [places, count, outputs] */
     int64_t *columns; /* [places, count, width], as the shares */
     float *shares;
+    Choice *choices; /* [places, count] */
     Growing growing;
 } Round;
 
@@ -38,6 +39,7 @@ static size_t lay_out(Round *r, char *begin, int32_t width, int32_t nodes) {
     r->scores = take(&memory, ranked * net->outputs->out * sizeof(float));
     r->columns = take(&memory, ranked * width * sizeof(int64_t));
     r->shares = take(&memory, ranked * width * sizeof(float));
+    r->choices = take(&memory, ranked * sizeof(Choice));
     take_growing(&memory, &r->growing, nodes);
     return memory.used;
 }
@@ -94,7 +96,10 @@ double medusa_round(const Heads *net, const Rules *rules, const void *const stat
     run_heads(&r);
     score(&r);
     double seconds = now() - begin;
-    best(r.scores, r.places * count, net->outputs->out, net->size, rules->width, r.columns, r.shares);
+    for (int32_t i = 0; i < r.places * count; i++)
+        r.choices[i] = choice_of(trees[i % count], i / count);
+    best_choices(r.scores, r.places * count, net->outputs->out, net->size, rules, r.choices, net->ids,
+                 r.columns, r.shares);
     for (int32_t s = 0; s < count; s++) {
         int64_t at = (int64_t)s * rules->width, stride = (int64_t)count * rules->width;
         Marginals m = {r.columns + at, r.shares + at, r.places, stride, net->ids};

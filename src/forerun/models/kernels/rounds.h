@@ -1,7 +1,7 @@
 /* What compiled rounds of drafting share: how trees are asked for and handed over, what is learned
  * of them, and memory. Mirrored in models/heads/rounds.py and models/heads/ratios.py.
  *
- * A round drafts for all requests of a batch in one call, greedily. Between two passes lie a few
+ * A round drafts for all requests of a batch in one call. Between two passes lie a few
  * microseconds of work, but behind a pass of the target, which has moved its weights through all
  * caches, every function of an interpreter that takes part costs ten to begin with.
  *
@@ -23,15 +23,31 @@ typedef struct { /* right tokens over expected ones */
 typedef struct { /* see drafters/calibration.py */
     int32_t width;        /* candidates of a place */
     int32_t bins;         /* of beliefs, which lie between 0 and 1 */
+    int32_t contenders;   /* likeliest tokens of a place that race where a request samples */
     double most;          /* no chance is larger */
     const Ratios *shared; /* [bins + 1], by belief */
 } Rules;
+
+typedef struct { /* how a request chooses its tokens, see sampling.py */
+    float temperature; /* 0: always the likeliest, and nothing else counts */
+    float min_p;
+    double top_p;
+    int32_t top_k; /* 0 or less: all */
+    uint64_t seed;
+} Sampling;
+
+typedef struct { /* of a token */
+    const Sampling *sampling;
+    int64_t position;
+} Choice;
 
 typedef struct { /* the tree of a request, its nodes depth first and the likeliest siblings first */
     int32_t nodes; /* it may have */
     int32_t end_count;
     const int64_t *ends; /* tokens that nothing follows */
     const Ratios *own;   /* [1], of the request */
+    Sampling sampling;
+    int64_t position; /* of the tokens that follow the root */
     int32_t count;       /* of its nodes, for which there is room below */
     int64_t *tokens;
     int32_t *parents;  /* -1: the root */
@@ -79,9 +95,19 @@ char *kept_memory(size_t bytes);
 double chance_of(const Rules *rules, const Tree *tree, double belief);
 int ends(const Tree *tree, int64_t token);
 void hand_over(const Rules *rules, const Node *nodes, int32_t count, Tree *tree);
+void best_choices(float *scores, int32_t rows, int32_t stride, int32_t size, const Rules *rules,
+                  const Choice *choices, const int64_t *ids, int64_t *columns, float *shares);
+double rank_choices(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
+                    float *scores, int32_t rows, int32_t bf16, int32_t size, const Rules *rules,
+                    const Choice *choices, const int64_t *ids, int64_t *columns, float *shares);
 void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, Tree *tree);
 
 static inline int32_t larger_of(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* Of a token with so many drafted ones before it. */
+static inline Choice choice_of(const Tree *tree, int32_t drafted) {
+    return (Choice){&tree->sampling, tree->position + drafted};
+}
 
 /* Of numbers of a draft's own type. */
 static inline size_t bytes_of(int64_t numbers, int32_t bf16) { return numbers * (bf16 ? 2 : 4); }
