@@ -64,12 +64,26 @@ def test_noise_makes_nothing_negative() -> None:
 def test_measured_costs_follow_the_machine_and_given_ones_do_not() -> None:
     costs, given = fit({Load(1, 1): 1.0, Load(1, 8): 2.0}), Costs({1: 1.0, 8: 2.0})
     for _ in range(200):
-        costs.correct(costs.seconds([9], [1]), 1.2)
-        given.correct(given.seconds([9], [1]), 1.2)
-    assert [costs[1], costs[8]] == pytest.approx([1.2, 2.4], rel=0.01)
+        costs.correct(1, costs.seconds([9], [1]), 1.2)
+        given.correct(1, given.seconds([9], [1]), 1.2)
+    assert costs[1] == pytest.approx(1.2, rel=0.01)
+    assert 2.1 < costs[8] < 2.3, "what was not seen follows, though not as far"
     assert given[1] == 1.0
-    costs.correct(1.2, 100.0)  # an interruption
-    assert costs[1] < 1.26
+    costs.correct(1, 1.2, 100.0)  # an interruption
+    assert costs[1] < 1.28
+
+
+def test_costs_of_many_rows_are_corrected_against_those_of_few() -> None:
+    costs = fit({Load(1, 1): 1.0, Load(1, 8): 1.0, Load(1, 32): 2.0})
+    for _ in range(200):
+        for rows, seconds in ((1, 0.6), (8, 0.9), (20, 1.5)):
+            costs.correct(rows, costs.seconds([0], [rows]), seconds)
+    assert [costs[1], costs[8], costs[20]] == pytest.approx([0.6, 0.9, 1.5], rel=0.02)
+    assert costs.least(1) == pytest.approx(0.3 / 7, rel=0.1)
+    for _ in range(200):
+        costs.correct(8, costs.seconds([0], [8]), 0.3)
+    curve = costs.curve(100)
+    assert all(one <= more for one, more in zip(curve, curve[1:], strict=False))
 
 
 def test_loads_fit_into_the_store() -> None:

@@ -13,11 +13,9 @@ from forerun.engine.scheduler import NOTHING, Turn
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """kept: the parts of the drafts that are bought. row: seconds that a further row would take.
-    price: tokens that it must bring."""
+    """kept: the parts of the drafts that are bought. price: tokens that a further row must bring."""
 
     kept: list[Draft]
-    row: float
     price: float
 
 
@@ -64,7 +62,7 @@ def buy(
         draft if whole else prune(draft, part) if part else NOTHING
         for draft, whole, part in zip(drafts, drawn, kept, strict=True)
     ]
-    return Purchase(parts, factor * row, best * factor * row)
+    return Purchase(parts, best * factor * row)
 
 
 def plain_seconds(costs: Costs, turns: Sequence[Turn]) -> float:

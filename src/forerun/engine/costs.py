@@ -18,10 +18,11 @@ from forerun.models.target import Segment, Target
 ROWS = (1, 8, 32, 2, 4, 16, 64)  # of one sequence without a prefix; the most telling first
 CONTEXT = 1024  # tokens of prefix, in all sequences of a pass together
 SEQUENCES = 8
-REPEATS = 3  # the fastest counts: other work on the machine only ever adds
+REPEATS = 8  # the fastest counts: other work on the machine only ever adds
 SECONDS = 1.5  # after which nothing further is measured, however slow the target
 FAR = 2**20  # rows, up to which the last straight line goes on
-RATE = 1 / 16  # weight of one step in the correction
+RATE = 1 / 16  # weight of one step in the correction, of all costs and of those for as many rows
+BENT = 2.0  # times, or parts, by which costs for some rows may be corrected beyond all others
 MOST = 0.5  # relative correction by one step, so that an interruption counts for little
 
 
@@ -61,7 +62,12 @@ class Costs:
         slope = 0.0
         if len(rows) > 1:
             slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
-        self._points = [*rows, FAR], [*seconds, seconds[-1] + slope * (FAR - rows[-1])]
+        self._places, self._measured = (
+            [*rows, FAR],
+            [*seconds, seconds[-1] + slope * (FAR - rows[-1])],
+        )
+        self._bends = [1.0] * len(self._places)
+        self._seconds = self._measured
         self._curve: list[float] = []
         self.sequence, self.key, self.row_key = sequence, key, row_key
         self.factor = 1.0
@@ -69,19 +75,26 @@ class Costs:
 
     def __getitem__(self, rows: int) -> float:
         """Seconds of so many rows of one sequence without a prefix."""
-        return self.factor * self.curve(rows)[rows]
+        if rows < len(self._curve):
+            return self.factor * self._curve[rows]
+        right = min(max(1, bisect_right(self._places, rows)), len(self._places) - 1)
+        x0, x1 = self._places[right - 1 : right + 1]
+        y0, y1 = self._seconds[right - 1 : right + 1]
+        return self.factor * (y0 + (y1 - y0) * max(0, rows - x0) / (x1 - x0))
 
     def curve(self, rows: int) -> list[float]:
         """The same before it is multiplied by `factor`, for all rows from 0 on up to `rows`, at
         least."""
         if rows >= len(self._curve):
-            curve: list[float] = np.interp(np.arange(2 * rows + 64), *self._points).tolist()
+            curve: list[float] = np.interp(
+                np.arange(2 * rows + 64), self._places, self._seconds
+            ).tolist()
             self._curve = curve
         return self._curve
 
     def least(self, rows: int) -> float:
         """Seconds that a row costs at least, where there are `rows` already."""
-        places, seconds = self._points
+        places, seconds = self._places, self._seconds
         if rows < places[0]:
             return 0.0
         begin = bisect_right(places, rows) - 1
@@ -96,11 +109,24 @@ class Costs:
         beside = self.sequence * (len(rows) - 1) + self.key * sum(prefixes)
         return self[sum(rows)] + self.factor * (beside + self.row_key * row_keys)
 
-    def correct(self, predicted: float, measured: float) -> None:
-        """Learn from a step: all costs move towards what it took, the way they are to each other
-        stays. The engine's own work for a step comes in here, too."""
-        if self._learns:
-            self.factor *= 1 + RATE * min(MOST, max(-MOST, measured / predicted - 1))
+    def correct(self, rows: int, predicted: float, measured: float) -> None:
+        """Learn from a step with so many rows. The engine's own work for a step comes in here, too.
+
+        All costs move towards what it took, those for about as many rows further than the others:
+        whether a row is nearly free depends on how fast memory is, which other programs change.
+        """
+        if not self._learns:
+            return
+        step = 1 + RATE * min(MOST, max(-MOST, measured / predicted - 1))
+        self.factor *= step
+        right = min(bisect_right(self._places, rows), len(self._places) - 1)
+        left = max(0, right - 1)
+        share = (rows - self._places[left]) / (self._places[right] - self._places[left])
+        for i, weight in ((left, 1 - share), (right, share)):
+            self._bends[i] = min(BENT, max(1 / BENT, self._bends[i] * step**weight))
+        self._bends[-1] = self._bends[-2]
+        self._seconds = list(accumulate(map(mul, self._measured, self._bends), max))
+        self._curve = []
 
 
 def loads(slots: int) -> list[Load]:

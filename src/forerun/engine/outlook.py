@@ -60,6 +60,8 @@ class Trust:
         if self._promised > self._window:
             self._promised *= 0.5
             self._accepted *= 0.5
+            if not self._all:
+                self._first *= 0.5  # what is never right shall not stay a little credible
         self._promised += promised
         self._accepted += accepted
 

@@ -21,6 +21,7 @@ from forerun.engine.probing import Probes
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import Turn
 
+REST = 8  # steps after which it is thought over again whether to ask, where nobody was asked
 FEW = 4  # one newcomer in so many requests makes a round no longer than it usually is
 
 
@@ -43,8 +44,10 @@ class Plan:
         self._usual: set[int] = set()  # ways whose rounds take as long as they usually do
         self._unread: dict[int, int] = {}  # tokens to catch up with in this step, by way
         self._step = 0
+        self._rows = 0  # of the last pass
+        self._resting: list[int] = []  # requests for none of whom it paid to ask,
+        self._rest = 0  # and for so many further steps they are not asked
         self._price = 0.0  # tokens that a further row must bring, as of the last step
-        self._row = 0.0  # seconds that it took
 
     # ---- before drafting ------------------------------------------------------------------------
 
@@ -57,6 +60,8 @@ class Plan:
 
         They fit into `rows_left` together. Sets the way in which each of them is asked.
         """
+        if self._rests(turns):
+            return [0] * len(turns)
         limits = [most_nodes(turn.request) for turn in turns]
         able = [
             [i for i, turn in enumerate(turns) if limits[i] and (turn.followed or not ledger.reads)]
@@ -82,7 +87,18 @@ class Plan:
             nodes = LEVELS[choice.level(way)]
             budgets[i] = min(nodes, limits[i], rows_left // len(places))
         self._note([turns[i] for i in places])
+        if not places and not any(turn.followed for turn in turns):
+            self._resting, self._rest = [turn.request.id for turn in turns], REST
         return budgets
+
+    def _rests(self, turns: Sequence[Turn]) -> bool:
+        """While nobody is asked nothing is learned, so that to think it over would change nothing
+        but the time that a plain step takes."""
+        if not self._rest or self._probes.allowance >= 0:
+            return False
+        self._rest -= 1
+        self._step += 1
+        return [turn.request.id for turn in turns] == self._resting
 
     def _look_back(
         self, turns: Sequence[Turn], ways: dict[int, int], able: Sequence[Sequence[int]]
@@ -128,7 +144,8 @@ class Plan:
                 for turn, taken, trusted in zip(turns, promised, believed, strict=True)
             ]
             bought = buy(self.costs, turns, chances, rows, spent)
-            drafts, self._row, self._price = bought.kept, bought.row, bought.price
+            drafts, self._price = bought.kept, bought.price
+        self._rows = rows + sum(map(len, drafts))
         for turn, trusted in zip(turns, believed, strict=True):
             if turn.budget:
                 whole = turn.draft.probs_NV is not None
@@ -140,9 +157,9 @@ class Plan:
         """Seconds that a step takes beside drafting; 0 where it reads prompts, too."""
         if not all(turn.decoding for turn in turns):
             return 0.0
-        return self.costs.seconds(
-            [turn.request.cached for turn in turns], [1 + len(turn.draft) for turn in turns]
-        )
+        rows = [1 + len(turn.draft) for turn in turns]
+        self._rows = sum(rows)
+        return self.costs.seconds([turn.request.cached for turn in turns], rows)
 
     # ---- after the step -------------------------------------------------------------------------
 
@@ -151,7 +168,7 @@ class Plan:
     ) -> None:
         """Compare with what was expected. predicted: what `predict` said of the step."""
         if predicted:
-            self.costs.correct(predicted, step_seconds - draft_seconds)
+            self.costs.correct(self._rows, predicted, step_seconds - draft_seconds)
         for turn in asked:
             if turn.draft:
                 assert turn.verdict
@@ -167,7 +184,8 @@ class Plan:
             for turn in group:
                 if self._probes.asks(turn):
                     seconds = part * draft_seconds
-                    self._probes.pay(turn, self._choice, len(group), seconds, self._row)
+                    rows_took = self.costs[self._rows] - self.costs[self._rows - len(turn.draft)]
+                    self._probes.pay(turn, self._choice, len(group), seconds, rows_took)
         self._probes.earn(step_seconds)
 
     def _learn_round(self, way: int, requests: int, seconds: float) -> None:

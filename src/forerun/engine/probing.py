@@ -76,12 +76,12 @@ class Probes:
         to be called behind `pay`."""
         self.allowance = min(0.0, self.allowance + PROBES * seconds)
 
-    def pay(self, turn: Turn, choice: Choice, requests: int, seconds: float, row: float) -> None:
+    def pay(self, turn: Turn, choice: Choice, requests: int, seconds: float, rows: float) -> None:
         """What was lost to find out: its drafting and rows or, where it took the place of a better
         draft, the difference, which is at least the drafting.
 
         seconds: of the round for so many `requests`, of which those count that it took longer than
-        without this one. row: seconds of a row.
+        without this one. rows: seconds that the rows of its draft took.
         """
         probe = self.probe
         assert probe
@@ -92,7 +92,7 @@ class Probes:
             lost = (probe.worth - ledger.worths(turn.request)[level]) / choice.rate - probe.seconds
             self.allowance -= seconds + max(0.0, lost)
         else:
-            self.allowance -= seconds + row * len(turn.draft)
+            self.allowance -= seconds + rows
 
     def _waits(self, way: int, turn: Turn, step: int) -> tuple[int, float, int]:
         """Ways are probed in turns, with who has waited longest; those who read, with who has least
