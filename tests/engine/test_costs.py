@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,7 +85,7 @@ def test_costs_of_many_rows_are_corrected_against_those_of_few() -> None:
     for _ in range(200):
         costs.correct(8, costs.seconds([0], [8]), 0.3)
     curve = costs.curve(100)
-    assert all(one <= more for one, more in zip(curve, curve[1:], strict=False))
+    assert all(one <= more for one, more in pairwise(curve))
 
 
 def test_loads_fit_into_the_store() -> None:

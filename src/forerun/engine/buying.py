@@ -13,7 +13,7 @@ from forerun.engine.scheduler import NOTHING, Turn
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """kept: the parts of the drafts that are bought. price: tokens that a further row must bring."""
+    """kept: the parts of the drafts that are bought. price: tokens a further row must bring."""
 
     kept: list[Draft]
     price: float
