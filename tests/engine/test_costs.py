@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
