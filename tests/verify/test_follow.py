@@ -9,6 +9,7 @@ from torch import Tensor
 
 from enumeration import Toy
 from forerun.core import Draft, Request, SamplingParams, Verdict
+from forerun.models import kernels
 from forerun.sampling import Place, choose
 from forerun.verify import make_verifier
 from forerun.verify.reference import path_to, spelled
@@ -121,6 +122,23 @@ def test_duplicate_siblings_lose_nothing(i: int) -> None:
     # The same texts hang from different nodes: the path has to be one of the tree.
     tree = Draft([a, b, a, b, c], [-1, 0, -1, 2, 3], [1.0] * 5)
     assert as_pairs(judge(model, [request], [tree], "follow")) == [([2, 3, 4], d)]
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="no C compiler")
+@pytest.mark.parametrize("vocab", [3, 64, 65, 700])
+def test_compiled_walks_are_those_of_python(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(vocab)
+    torch.manual_seed(vocab)
+    requests = [Request(i, [0], 1, SamplingParams(temperature=0), i) for i in range(40)]
+    drafts = [random_tree(dice, dice.randrange(25)) for _ in requests]
+    rows = sum(1 + len(draft) for draft in drafts)
+    logits_NV = torch.randint(0, 9, (rows, vocab)).float()  # with ties
+    logits_NV[:, 6:].clamp_(max=5)  # so that drafted tokens are chosen, too
+    found = [make_verifier("follow").judge(requests, drafts, logits_NV)]
+    monkeypatch.setattr("forerun.verify.follow.kernels.library", lambda: None)
+    found.append(make_verifier("follow").judge(requests, drafts, logits_NV))
+    assert as_pairs(found[0]) == as_pairs(found[1])
+    assert sum(len(verdict.path) for verdict in found[0]) > 20
 
 
 def test_no_requests() -> None:

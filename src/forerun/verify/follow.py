@@ -7,14 +7,18 @@ at each node and moving to the child that was drawn.
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from forerun.core import Draft, Request, Verdict
-from forerun.sampling import Place, choose, largest_of
+from forerun.models import kernels
+from forerun.sampling import Place, choose, largest_of, takes_largest
 from forerun.verify.base import Verifier
 
 
@@ -41,6 +45,10 @@ def follow(
     roots: Sequence[int],
 ) -> list[Verdict]:
     """One verdict per request whose rows begin at `roots[i]`; the logits may hold others', too."""
+    lib = kernels.library() if logits_NV.device.type == "cpu" else None
+    if lib is not None and logits_NV.dtype is torch.float32 and all(map(takes_largest, requests)):
+        logits_NV = logits_NV.contiguous()
+        return [_followed(lib, *pair, logits_NV) for pair in zip(drafts, roots, strict=True)]
     walks = [_Walk(*parts) for parts in zip(requests, drafts, roots, strict=True)]
     sampled = [walk for walk in walks if not walk.is_argmax]
     if len(sampled) < len(walks):
@@ -53,6 +61,23 @@ def follow(
         tokens = choose(logits_NV, places, rows)
         sampled = [walk for walk, token in zip(sampled, tokens, strict=True) if walk.advance(token)]
     return [walk.verdict for walk in walks]
+
+
+def _followed(lib: ctypes.CDLL, draft: Draft, root: int, logits_NV: Tensor) -> Verdict:
+    """The walk of a greedy request, compiled."""
+    size, count = logits_NV.shape[1], len(draft)
+    tokens, parents = array("q", draft.tokens), array("i", draft.parents)
+    path, next_token = array("i", bytes(4 * count)), array("q", (0,))
+    accepted = lib.follow(
+        logits_NV.data_ptr() + 4 * root * size,
+        size,
+        tokens.buffer_info()[0],
+        parents.buffer_info()[0],
+        count,
+        path.buffer_info()[0],
+        next_token.buffer_info()[0],
+    )
+    return Verdict(path[:accepted].tolist(), next_token[0])
 
 
 class _Walk:

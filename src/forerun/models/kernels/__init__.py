@@ -24,7 +24,9 @@ from forerun.home import cache_folder
 FOLDER = Path(__file__).parent
 VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "settle")
 ROUNDS = ("eagle", "medusa", "dflash")
-SOURCES = [FOLDER / f"{name}.c" for name in ("kernels", "race", "rounds", "marginals", *ROUNDS)]
+SOURCES = [
+    FOLDER / f"{name}.c" for name in ("kernels", "follow", "race", "rounds", "marginals", *ROUNDS)
+]
 HEADERS = [FOLDER / "kernels.h", FOLDER / "rounds.h"]
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
@@ -189,6 +191,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.choose.argtypes, lib.choose.restype = (pointer, int32, int32, pointer), None
     lib.logits.argtypes = (pointer, pointer, real, pointer, pointer, pointer, int32, int32)
     lib.rank.argtypes = (*lib.logits.argtypes, int32, int32, pointer, pointer)
+    lib.follow.argtypes = (pointer, int32, pointer, pointer, int32, pointer, pointer)
     for name in VOIDS:
         getattr(lib, name).restype = None
     lib.settle.argtypes = (pointer, pointer, pointer, int32)
