@@ -138,7 +138,7 @@ def test_compiled_walks_are_those_of_python(vocab: int, monkeypatch: pytest.Monk
     monkeypatch.setattr("forerun.verify.follow.kernels.library", lambda: None)
     found.append(make_verifier("follow").judge(requests, drafts, logits_NV))
     assert as_pairs(found[0]) == as_pairs(found[1])
-    assert sum(len(verdict.path) for verdict in found[0]) > 20
+    assert sum(len(verdict.path) for verdict in found[0]) > 8
 
 
 def test_no_requests() -> None:
