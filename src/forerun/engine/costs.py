@@ -103,6 +103,10 @@ class Costs:
             for i in range(begin, len(places) - 1)
         )
 
+    def further(self, rows: int, prefix: int, of: int) -> float:
+        """Seconds that `of` the rows of a pass took, those of one sequence behind this prefix."""
+        return self[rows] - self[rows - of] + self.factor * self.row_key * prefix * of
+
     def seconds(self, prefixes: Sequence[int], rows: Sequence[int]) -> float:
         """Seconds of a pass over sequences with these prefixes, each with so many rows."""
         row_keys: int = sum(map(mul, prefixes, rows))

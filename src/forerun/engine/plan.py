@@ -184,7 +184,7 @@ class Plan:
             for turn in group:
                 if self._probes.asks(turn):
                     seconds = part * draft_seconds
-                    rows_took = self.costs[self._rows] - self.costs[self._rows - len(turn.draft)]
+                    rows_took = self.costs.further(self._rows, turn.request.cached, len(turn.draft))
                     self._probes.pay(turn, self._choice, len(group), seconds, rows_took)
         self._probes.earn(step_seconds)
 

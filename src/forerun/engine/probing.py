@@ -1,4 +1,4 @@
-"""Finding out whether it would pay to ask those who are not asked, for a hundredth of the time."""
+"""Finding out whether it would pay to ask those who are not asked, in little of the time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forerun.engine.asking import Choice
 from forerun.engine.ledger import Ledger
 from forerun.engine.scheduler import Turn
 
-PROBES = 0.01  # share of the time that may be spent on finding out whether drafts pay again
+PROBES = 0.005  # share of the time that may be spent on finding out whether drafts pay again
 PROBE_STEPS = 2  # in the first of them a drafter catches up, which tells nothing about its rounds
 
 
