@@ -12,8 +12,8 @@ id), never a running stream: the token at a place is a pure function of the logi
 the tokens before it, whoever asks and however often. Greedy is the case without noise; ties go to
 the lowest token id. No result depends on the other rows of a call.
 
-On processors with compiled kernels a token is chosen from float32 logits in one call: kernels.c,
-"Choosing". All else takes the general path here, which differs where rounding decides only.
+On processors with compiled kernels a token is chosen from float32 logits in one call:
+kernels/choosing.c. All else takes the general path here, which differs where rounding decides only.
 
 Shapes: N rows or kept tokens, V vocabulary.
 """
@@ -207,17 +207,17 @@ def _drawn_compiled(
     lib: ctypes.CDLL, rows_V: Sequence[Tensor], places: Sequence[Place]
 ) -> list[int]:
     count = len(rows_V)
-    choices = (kernels.Choice * count)()
-    for choice, logits_V, place in zip(choices, rows_V, places, strict=True):
+    draws = (kernels.Draw * count)()
+    for one, logits_V, place in zip(draws, rows_V, places, strict=True):
         params = place.request.params
-        choice.logits = logits_V.data_ptr()
-        choice.key = _key(place.request.seed, place.position, Stream.TARGET)
-        choice.temperature = params.temperature
-        choice.least = math.log(params.min_p) if params.min_p else -math.inf
-        choice.top_k = params.top_k
-        choice.top_p = params.top_p
+        one.logits = logits_V.data_ptr()
+        one.key = _key(place.request.seed, place.position, Stream.TARGET)
+        one.temperature = params.temperature
+        one.least = math.log(params.min_p) if params.min_p else -math.inf
+        one.top_k = params.top_k
+        one.top_p = params.top_p
     tokens = (ctypes.c_int64 * count)()
-    lib.choose(choices, count, len(rows_V[0]), tokens)
+    lib.choose(draws, count, len(rows_V[0]), tokens)
     return list(tokens)
 
 

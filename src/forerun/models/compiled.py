@@ -1,4 +1,4 @@
-"""The layers of a decoder in compiled code (kernels/kernels.c). Tensors go over as addresses."""
+"""The layers of a decoder in compiled code (kernels/). Tensors go over as addresses."""
 
 from __future__ import annotations
 

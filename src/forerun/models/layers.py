@@ -2,7 +2,7 @@
 
 Two backends offer the same methods: `Compiled` on processors with a C compiler, `Plain`
 anywhere. Numbers agree up to rounding; only `Compiled` gives the rows of a tree bitwise the values
-of single steps (see kernels/kernels.c).
+of single steps (see kernels/kernels.h).
 
 R rows, C hidden size, H heads, G kv heads, D head size, V vocabulary.
 """

@@ -24,13 +24,10 @@ from forerun.home import cache_folder
 FOLDER = Path(__file__).parent
 VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "settle")
 ROUNDS = ("eagle", "medusa", "dflash")
-SOURCES = [
-    FOLDER / f"{name}.c" for name in ("kernels", "follow", "race", "rounds", "marginals", *ROUNDS)
-]
-HEADERS = [FOLDER / "kernels.h", FOLDER / "rounds.h"]
+SOURCES, HEADERS = sorted(FOLDER.glob("*.c")), sorted(FOLDER.glob("*.h"))
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
-MAX_HEAD, MAX_GROUP, LANES, COLUMNS = 256, 64, 16, 32  # as in kernels.c
+MAX_HEAD, MAX_GROUP, LANES, COLUMNS = 256, 64, 16, 32  # as in kernels.h, attention.c, vectors.h
 
 
 class Pass(ctypes.Structure):
@@ -98,8 +95,8 @@ class Layer(ctypes.Structure):
     )
 
 
-class Choice(ctypes.Structure):
-    """Mirror of `Choice` in kernels.c."""
+class Draw(ctypes.Structure):
+    """Mirror of `Draw` in choosing.c."""
 
     _fields_ = (
         ("logits", ctypes.c_void_p),

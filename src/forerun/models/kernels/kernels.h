@@ -1,8 +1,19 @@
-/* What the compiled kernels share, and what other files of the library call of them. Mirrored in
- * __init__.py. */
+/* The layers of a decoder pass, for processors. Mirrored in __init__.py.
+ *
+ * Every output row is computed by the same operations in the same order, whatever other rows share
+ * the pass: products sum over the inner size from front to back, and the keys of a row are visited
+ * in blocks of 64 positions of ITS OWN path, root first. So a row of a tree, of a chain, of a batch
+ * or alone gives the same bits.
+ *
+ * Tensors are bfloat16 (bf16 = 1) or float32; all sums are float32.
+ */
 #pragma once
 
 #include <stdint.h>
+#include <time.h>
+
+#define MAX_HEAD 256
+#define COLUMNS 32 /* of a block of a packed weight: two vectors */
 
 /* One pass over the rows of several sequences. Nodes are what lies uncommitted in the store: node i
  * of segment s in slot base + length + i. The last nodes of a segment are its rows, those before
@@ -46,10 +57,6 @@ typedef struct {
     int32_t normed_residual; /* the residual starts behind before_attention */
 } Layer;
 
-typedef struct { /* of the exponentials of some scores, in units of the largest */
-    float largest, total;
-} Mass;
-
 void prepare(Pass *pass);
 void run(const Pass *pass, const Layer *const layers[], int32_t count, const void *beside,
          void *hidden);
@@ -63,10 +70,12 @@ void logits(const void *x, const float *norm, float eps, const Matrix *head, voi
             float *out, int32_t rows, int32_t bf16);
 void best(const float *scores, int32_t rows, int32_t stride, int32_t size, int32_t count,
           int64_t *columns, float *shares);
-Mass mass_of(const float *x, int32_t size);
-void insert(float score, int64_t column, int32_t count, int32_t *found, int64_t *columns,
-            float *scores);
 double rank(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
             float *scores, int32_t rows, int32_t bf16, int32_t size, int32_t count, int64_t *columns,
             float *shares);
-double now(void);
+
+static inline double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}

@@ -1,9 +1,9 @@
 /* Candidates where requests sample: the law and noise that the target would use, over the likeliest
  * tokens of a row. `_rank_alike` of drafters/ranking.py, with `contenders` and `gumbel` of
  * sampling.py. */
+#include "noise.h"
 #include "rounds.h"
-
-#include <math.h>
+#include "scores.h"
 
 #define GROUP 16 /* columns that are passed over together */
 
@@ -21,7 +21,8 @@ static int32_t at_least(const float *x, int32_t size, float bound) {
 }
 
 /* From where on there are at least `wanted` of x, but no more than `room` if ties allow; returns
- * where there are fewer. */
+ * where there are fewer. By halving, not by `kth` of the chunks as elsewhere: rows of drafts have
+ * hardly more chunks than tokens are wanted, so that those leave out little. */
 static float narrow(const float *x, int32_t size, int32_t wanted, int32_t room, float largest,
                     float *low) {
     float high = nextafterf(largest, INFINITY), step = 4;
@@ -95,27 +96,6 @@ static int32_t keep(const Sampling *law, const float *x, int32_t size, int32_t w
     int32_t covering = 0;
     while (covering < found && before < cover) before += probs[covering++];
     return covering;
-}
-
-/* ---- noise ----------------------------------------------------------------------------------- */
-
-#define GOLDEN 0x9E3779B97F4A7C15 /* SplitMix64 */
-
-static uint64_t mix(uint64_t z) {
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-    z = (z ^ z >> 27) * 0x94D049BB133111EB;
-    return z ^ z >> 31;
-}
-
-/* Of the target's own choice. */
-static uint64_t key_of(uint64_t seed, int64_t position) {
-    return mix(mix(mix(seed + GOLDEN) + position + GOLDEN) + GOLDEN);
-}
-
-/* exp(-noise): an exponential number. */
-static float arrival(uint64_t key, int64_t token) {
-    float v = ((float)(int64_t)(mix(key + token * GOLDEN) >> 12) + 0.5f) * 0x1p-52f;
-    return -log1pf(-fminf(v, 1 - 0x1p-24f));
 }
 
 /* ---- the race -------------------------------------------------------------------------------- */
