@@ -2,30 +2,20 @@
  * which has moved its weights through all caches, an interpreter takes longer for it than the search
  * for the largest logits does. */
 #include "kernels.h"
+#include "scores.h"
 
 #include <string.h>
 
-#define WIDE 64 /* scores that are looked at together */
-
 /* Column of the largest score, the lowest one in a tie. */
-static int64_t largest(const float *x, int32_t size) {
-    float maxima[WIDE], most = x[0];
-    int32_t whole = size / WIDE * WIDE;
-    for (int32_t j = 0; j < WIDE; j++) maxima[j] = most;
-    for (int32_t i = 0; i < whole; i += WIDE)
-        for (int32_t j = 0; j < WIDE; j++) maxima[j] = x[i + j] > maxima[j] ? x[i + j] : maxima[j];
-    for (int32_t j = 0; j < WIDE; j++) most = maxima[j] > most ? maxima[j] : most;
-    for (int32_t i = whole; i < size; i++) most = x[i] > most ? x[i] : most;
-    for (int32_t i = 0; i < whole; i += WIDE) {
-        int32_t found = 0;
-        for (int32_t j = 0; j < WIDE; j++) found |= x[i + j] == most;
-        if (found) {
-            whole = i;
-            break;
-        }
+static int64_t largest_column(const float *x, int32_t size) {
+    int32_t chunks = chunks_of(size);
+    float *maxima = kept_floats(chunks), most = look_over(x, 0, size, maxima);
+    for (int32_t c = 0; c < chunks; c++) {
+        if (maxima[c] != most) continue;
+        for (int32_t i = c * CHUNK; i < end_of_chunk(c, size); i++)
+            if (x[i] == most) return i;
     }
-    while (whole < size - 1 && x[whole] != most) whole++;
-    return whole;
+    return 0; /* not a number */
 }
 
 /* logits [1 + count, size]: behind the last token, then behind each node of the draft. Writes the
@@ -37,7 +27,7 @@ int32_t follow(const float *logits, int32_t size, const int64_t *tokens, const i
     memset(depths, 0, sizeof depths);
     depths[0] = depth;
     for (;;) {
-        *next = largest(logits + (int64_t)(last + 1) * size, size);
+        *next = largest_column(logits + (int64_t)(last + 1) * size, size);
         int32_t first = -1;
         for (int32_t node = count - 1; node > last; node--)
             if (tokens[node] == *next && depths[parents[node] + 1] == depth) {
