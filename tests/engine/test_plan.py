@@ -12,10 +12,11 @@ import torch
 
 from fakes import chain_of
 from forerun.core import Draft, Request, SamplingParams, Speculation, Verdict
+from forerun.engine.asking import improve
 from forerun.engine.costs import Costs
 from forerun.engine.following import UNASKED
 from forerun.engine.outlook import Trust, appraise
-from forerun.engine.plan import Plan
+from forerun.engine.plan import REST, Plan
 from forerun.engine.probing import PROBES
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import Turn
@@ -194,6 +195,29 @@ def test_a_drafter_that_is_wrong_and_does_not_know_it_is_rarely_asked() -> None:
     assert world.run(2000).speedup > 0.97
 
 
+def test_probes_pay_for_the_first_row_that_they_add() -> None:
+    """Where one further row is dear and those behind it are free, a probe is not free, too."""
+    costs = Costs({1: 10.0, 2: 12.0, 64: 12.0})
+    world = World(Plan(costs), lambda _: 0.0, told=lambda _: 0.9, round=lambda *_: 0.5)
+    world.run(3000)
+    assert 0 < world.share_asked < 0.05
+    assert world.speedup > 0.985
+
+
+def test_a_plan_that_asks_nobody_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed = []
+
+    def count(*args: Any) -> None:
+        weighed.append(args)
+        improve(*args)
+
+    monkeypatch.setattr("forerun.engine.plan.improve", count)
+    plan = Plan(TENTH, reads=[False])
+    world = World(plan, lambda _: 0.0, round=lambda *_: 1.0).run(1000)
+    assert world.share_asked > 0, "it is looked at again all the same"
+    assert len(weighed) < 1000 / REST + 100
+
+
 def test_a_slow_drafter_is_not_asked_however_good() -> None:
     """89 % of the tokens accepted, but a token of the drafter takes as long as a pass."""
     world = World(Plan(FREE_ROWS), lambda _: 0.89, round=lambda _, nodes: 10.0 * nodes).run(1000)
@@ -323,6 +347,15 @@ def test_promises_that_are_not_kept_lose_their_weight() -> None:
     for _ in range(400):
         trust.settle(promised=1.0, accepted=3)
     assert trust.correct([0.9, 0.1]) == [1.0, pytest.approx(0.1 * trust.honesty)]
+
+
+def test_a_drafter_that_is_never_right_loses_all_trust() -> None:
+    everybody = Trust()
+    for _ in range(1000):
+        everybody.settle(promised=8.0, accepted=0)
+    assert everybody.honesty < 1e-3
+    everybody.settle(promised=8.0, accepted=8)
+    assert everybody.honesty > 0.01, "which can come back"
 
 
 def test_what_is_found_out_about_all_requests_counts_for_each() -> None:

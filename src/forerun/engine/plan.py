@@ -36,6 +36,7 @@ class Plan:
         self.costs = costs
         first = Ledger(reads[0])
         self._ledgers = [first, *(Ledger(each, first) for each in reads[1:])]
+        self._reads = any(reads)
         self._probes = Probes(self._ledgers)
         self._following = Following()
         self._trust = Trust()
@@ -87,7 +88,8 @@ class Plan:
             nodes = LEVELS[choice.level(way)]
             budgets[i] = min(nodes, limits[i], rows_left // len(places))
         self._note([turns[i] for i in places])
-        if not places and not any(turn.followed for turn in turns):
+        followed = self._reads and any(turn.followed for turn in turns)
+        if not places and not followed:
             self._resting, self._rest = [turn.request.id for turn in turns], REST
         return budgets
 
@@ -96,9 +98,11 @@ class Plan:
         but the time that a plain step takes."""
         if not self._rest or self._probes.allowance >= 0:
             return False
+        if [turn.request.id for turn in turns] != self._resting:
+            return False
         self._rest -= 1
         self._step += 1
-        return [turn.request.id for turn in turns] == self._resting
+        return True
 
     def _look_back(
         self, turns: Sequence[Turn], ways: dict[int, int], able: Sequence[Sequence[int]]
