@@ -144,7 +144,7 @@ def draw(probs_V: Tensor, seed: int, position: int, stream: int) -> int:
 
 
 def contenders(
-    logits_NV: Tensor, place: Place, ids_V: Tensor | None = None, count: int = 128
+    logits_NV: Tensor, place: Place, ids_V: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
     """Columns of the likeliest tokens of rows at one place, and the scores that they race with.
 
@@ -192,8 +192,8 @@ def _drawn(rows_V: Sequence[Tensor], places: Sequence[Place]) -> list[int]:
     """The choices of requests that sample, each from its edited row."""
     if not rows_V:
         return []
-    lib = kernels.library() if rows_V[0].device.type == "cpu" else None
-    if lib is not None and rows_V[0].dtype == torch.float32:
+    lib = kernels.for_scores(rows_V[0])
+    if lib is not None:
         return _drawn_compiled(lib, [row_V.contiguous() for row_V in rows_V], places)
     tokens = []
     for logits_V, place in zip(rows_V, places, strict=True):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from forerun.core import Draft, Request
-from forerun.drafters.ranking import CONTENDERS
+from forerun.drafters.ranking import contenders
 from forerun.drafters.tree import outcomes, prune
 from forerun.models.heads.ratios import Ratios
 from forerun.models.heads.rounds import Rules, Tree
@@ -132,8 +132,8 @@ class Calibration:
         """For trees of at most `nodes` nodes, grown from `width` candidates a place."""
         rules = self._rules.get((width, nodes))
         if rules is None:
-            racing = max(CONTENDERS, width)
-            rules = self._rules[width, nodes] = Rules(width, nodes, racing, self._shared, MOST)
+            rules = Rules(width, nodes, contenders(width), self._shared, MOST)
+            self._rules[width, nodes] = rules
         return rules
 
     def tree(self, request: Request, nodes: int, rules: Rules) -> Tree:

@@ -15,7 +15,12 @@ from forerun import sampling
 from forerun.models.topk import best
 from forerun.sampling import Place
 
-CONTENDERS = 128  # tokens of a place that race where a request samples, or top_k if that is more
+CONTENDERS = 128  # tokens of a place that race where a request samples
+
+
+def contenders(top_k: int) -> int:
+    """How many tokens of a place race where `top_k` of them are wanted."""
+    return max(CONTENDERS, top_k)
 
 
 def rank(
@@ -55,8 +60,7 @@ def _rank_alike(
     """Rows of one request at one position, edited already."""
     if place.request.params.greedy:
         return best(logits_NU, top_k)
-    count = max(CONTENDERS, top_k)
-    columns_NC, scores_NC = sampling.contenders(logits_NU, place, ids_U, count)
+    columns_NC, scores_NC = sampling.contenders(logits_NU, place, ids_U, contenders(top_k))
     order_NK, beliefs_NK = best(scores_NC, top_k)
     return columns_NC.gather(1, order_NK), beliefs_NK
 

@@ -16,8 +16,8 @@ def best(scores_NC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
     float32. On processors with compiled kernels the lowest column comes first in a tie.
     """
-    lib = kernels.library() if scores_NC.device.type == "cpu" else None
-    if lib is None or scores_NC.dtype is not torch.float32:
+    lib = kernels.for_scores(scores_NC)
+    if lib is None:
         top_NK, columns_NK = scores_NC.topk(top_k)
         return columns_NK, (top_NK - scores_NC.logsumexp(-1, keepdim=True)).exp()
     rows, size = scores_NC.shape

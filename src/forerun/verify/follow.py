@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from forerun.core import Draft, Request, Verdict
@@ -45,8 +44,8 @@ def follow(
     roots: Sequence[int],
 ) -> list[Verdict]:
     """One verdict per request whose rows begin at `roots[i]`; the logits may hold others', too."""
-    lib = kernels.library() if logits_NV.device.type == "cpu" else None
-    if lib is not None and logits_NV.dtype is torch.float32 and all(map(takes_largest, requests)):
+    lib = kernels.for_scores(logits_NV)
+    if lib is not None and all(map(takes_largest, requests)):
         logits_NV = logits_NV.contiguous()
         return [_followed(lib, *pair, logits_NV) for pair in zip(drafts, roots, strict=True)]
     walks = [_Walk(*parts) for parts in zip(requests, drafts, roots, strict=True)]

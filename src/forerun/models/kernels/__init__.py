@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from forerun.home import cache_folder
 
@@ -118,6 +119,12 @@ def library() -> ctypes.CDLL | None:
         return _declare(ctypes.CDLL(str(_build(compiler))))
     except (OSError, subprocess.SubprocessError):
         return None  # a compiler that cannot compile, a folder that cannot be written
+
+
+def for_scores(scores: Tensor) -> ctypes.CDLL | None:
+    """The compiled kernels where they can read these scores: float32 on a processor."""
+    readable = scores.device.type == "cpu" and scores.dtype is torch.float32
+    return library() if readable else None
 
 
 def _compiler() -> str | None:
