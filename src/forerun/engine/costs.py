@@ -77,10 +77,17 @@ class Costs:
         """Seconds of so many rows of one sequence without a prefix."""
         if rows < len(self._curve):
             return self.factor * self._curve[rows]
-        right = min(max(1, bisect_right(self._places, rows)), len(self._places) - 1)
-        x0, x1 = self._places[right - 1 : right + 1]
-        y0, y1 = self._seconds[right - 1 : right + 1]
-        return self.factor * (y0 + (y1 - y0) * max(0, rows - x0) / (x1 - x0))
+        right, share = self._between(rows)
+        fewer, more = self._seconds[right - 1 : right + 1]
+        return self.factor * (fewer + share * (more - fewer))
+
+    def _between(self, rows: int) -> tuple[int, float]:
+        """The index of the first place with more rows, and how near to it these are, from 0 at the
+        place before it to 1."""
+        places = self._places
+        right = min(max(1, bisect_right(places, rows)), len(places) - 1)
+        fewer, more = places[right - 1 : right + 1]
+        return right, max(0, rows - fewer) / (more - fewer)
 
     def curve(self, rows: int) -> list[float]:
         """The same before it is multiplied by `factor`, for all rows from 0 on up to `rows`, at
@@ -123,10 +130,8 @@ class Costs:
             return
         step = 1 + RATE * min(MOST, max(-MOST, measured / predicted - 1))
         self.factor *= step
-        right = min(bisect_right(self._places, rows), len(self._places) - 1)
-        left = max(0, right - 1)
-        share = (rows - self._places[left]) / (self._places[right] - self._places[left])
-        for i, weight in ((left, 1 - share), (right, share)):
+        right, share = self._between(rows)
+        for i, weight in ((right - 1, 1 - share), (right, share)):
             self._bends[i] = min(BENT, max(1 / BENT, self._bends[i] * step**weight))
         self._bends[-1] = self._bends[-2]
         self._seconds = list(accumulate(map(mul, self._measured, self._bends), max))
