@@ -1,4 +1,4 @@
-"""Where fetched models and built kernels are kept."""
+"""Where fetched models and built kernels are kept, and how files are written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.home import cache_folder
+from forerun.home import cache_folder, written_whole
 
 
 def test_the_environment_moves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +17,15 @@ def test_the_environment_moves_the_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache_folder() == Path("/b/forerun")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache/forerun"
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "file"
+    with written_whole(file) as fresh:
+        fresh.write_text("old")
+    with pytest.raises(OSError, match="full"), written_whole(file) as fresh:
+        fresh.write_text("half of the n")
+        assert file.read_text() == "old"
+        raise OSError("full")
+    assert file.read_text() == "old"
+    assert [entry.name for entry in file.parent.iterdir()] == ["file"]

@@ -78,7 +78,7 @@ def test_a_file_of_another_version_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start()
-    monkeypatch.setattr(torch, "__version__", "99")
+    monkeypatch.setattr("forerun.versions.version", lambda package: "99")
     assert start().passes
     err = capsys.readouterr().err
     assert "it has other versions); measuring again" in err

@@ -48,15 +48,16 @@ def sweep(
     from forerun.engine.llm import LLM, new_store
     from forerun.train.recipe import seconds
     from forerun.tune.adversaries import AlwaysWrong
-    from forerun.tune.meta import machine, versions
+    from forerun.tune.meta import machine
     from forerun.tune.sweep import TOKENS, WRONG, Sweep
+    from forerun.versions import versions
 
     info = loaded.target.info
     here = machine()
     header = {
         "model": loaded.name,
         "dtype": str(info.dtype).removeprefix("torch."),
-        "forerun": versions()["forerun"],
+        "forerun": versions("forerun")["forerun"],
         "machine": here["accelerator"] or here["processor"],
         "threads": here["threads"],
         "seed": seed,

@@ -31,6 +31,7 @@ from safetensors.torch import save
 
 from forerun.config import Settings
 from forerun.errors import CheckpointError, ConfigError
+from forerun.home import written_whole
 from forerun.models.foreign import reason
 from forerun.models.tokenizer import Tokenizer
 
@@ -126,10 +127,8 @@ def write(path: Path, header: Header, tables: Tables) -> None:
     """Write a corpus; a file that is there is replaced at once, when all is written."""
     tensors = {name: torch.from_numpy(array) for name, array in _arrays(tables).items()}
     metadata = {"format": FORMAT, "header": header.model_dump_json()}
-    scratch = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch.write_bytes(save(tensors, metadata))
-    scratch.replace(path)
+    with written_whole(path) as fresh:
+        fresh.write_bytes(save(tensors, metadata))
 
 
 def is_corpus(path: Path) -> bool:

@@ -13,22 +13,21 @@ import math
 import os
 import re
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.engine.costs import Costs, Load, fit, loads, sample
-from forerun.home import cache_folder
+from forerun.home import cache_folder, written_whole
 from forerun.models import kernels
 from forerun.models.cache import KVStore
 from forerun.models.target import Target
+from forerun.versions import versions
 
 Measured = Mapping[Load, float]
 
@@ -91,18 +90,10 @@ def _path(key: Mapping[str, Any]) -> Path:
     return cache_folder() / "costs" / f"{name}-{key['dtype']}-{digest}.json"
 
 
-def _versions() -> dict[str, str]:
-    try:
-        mine = version("forerun")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        mine = "unknown"
-    return {"forerun": mine, "torch": torch.__version__}
-
-
 def _read(path: Path, key: Mapping[str, Any]) -> Measured:
     """Raises `ValueError` and others for what cannot be used."""
     record = json.loads(path.read_text(encoding="utf-8"))
-    for name, now in {"versions": _versions(), "key": dict(key)}.items():
+    for name, now in {"versions": versions("forerun", "torch"), "key": dict(key)}.items():
         if record[name] != now:
             raise ValueError(f"it has other {name}")
     found = {Load(*load): float(seconds) for *load, seconds in record["seconds"]}
@@ -114,12 +105,9 @@ def _read(path: Path, key: Mapping[str, Any]) -> Measured:
 def _write(path: Path, key: Mapping[str, Any], found: Measured) -> None:
     record = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": versions("forerun", "torch"),
         "key": key,
         "seconds": [[*astuple(load), seconds] for load, seconds in found.items()],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        fresh = Path(scratch) / path.name
+    with written_whole(path) as fresh:
         fresh.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(path)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from forerun.errors import ConfigError
+from forerun.home import written_whole
 from forerun.train.recipe import Recipe
 
 STATE, RECIPE, PROVENANCE = "training/state.pt", "training/recipe.toml", "training.json"
@@ -115,7 +116,8 @@ class Folder:
             self.drop_states()
         else:
             state = {"progress": _plain(progress), "tensors": dict(tensors)}
-            _replace(self.path / STATE, lambda file: torch.save(state, file))
+            with written_whole(self.path / STATE) as fresh:
+                torch.save(state, fresh)
         done = {
             "steps": progress.steps,
             "step": progress.step,
@@ -131,8 +133,9 @@ class Folder:
 
     def _record(self, facts: Mapping[str, Any]) -> None:
         text = json.dumps({"identity": self._identity, **facts}, indent=2)
-        _replace(self.path / RECIPE, lambda file: _write(file, self._recipe.toml()))
-        _replace(self.path / PROVENANCE, lambda file: _write(file, text + "\n"))
+        for name, content in {RECIPE: self._recipe.toml(), PROVENANCE: text + "\n"}.items():
+            with written_whole(self.path / name) as fresh:
+                fresh.write_text(content, encoding="utf-8")
 
     @contextmanager
     def candidate(self, draft: Callable[[Path], None]) -> Iterator[Path]:
@@ -167,14 +170,3 @@ def _difference(known: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
         elif a != b:
             return f"{name} ({a}, not {b})"
     return None
-
-
-def _replace(file: Path, write: Callable[[Path], None]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_name(f".{file.name}.new")
-    write(fresh)
-    fresh.replace(file)
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")

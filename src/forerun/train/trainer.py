@@ -35,7 +35,7 @@ from forerun.train.processes import Processes
 from forerun.train.recipe import Recipe, find
 from forerun.train.state import Folder, Progress
 from forerun.train.vocabulary import Vocabulary
-from forerun.tune.meta import machine, versions
+from forerun.tune.meta import machine, software
 
 MEASURED = 6  # steps whose speed decides how many there will be; the first is not counted
 BETAS = (0.9, 0.95)
@@ -110,7 +110,7 @@ class Trainer:
         self._held = held
         self._questions = questions(held, recipe.trial_prompts)
         self.objective = self._make_objective()
-        self._facts = {"command": list(command), "versions": versions(), "machine": machine()}
+        self._facts = {"command": list(command), "versions": software(), "machine": machine()}
 
     def run(self, tried_after: Sequence[float] = ()) -> Progress:
         """Train to the end; what came of it.

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from forerun.models.hub import LoadedModel
 from forerun.models.target import TargetInfo
 from forerun.tune.bench import Setting
 from forerun.verify import Verifier
+from forerun.versions import versions
 
 PACKAGES = ("forerun", "torch", "transformers", "tokenizers", "numpy")
 
@@ -32,7 +32,7 @@ def describe(
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
         "git_revision": git_revision(Path(forerun.__file__).parent),
-        "versions": versions(),
+        "versions": software(),
         "machine": machine(),
         "model": model.name,
         "architecture": info.architecture,
@@ -63,15 +63,9 @@ def promise(verifier: Verifier, info: TargetInfo, greedy: bool) -> str:
     return f"{verifier.name} keeps the text, up to ties of the arithmetic on this machine"
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that the figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree that was never installed
-            found[name] = "not installed"
-    return found
+def software() -> dict[str, str]:
+    """Versions of Python and of the packages that the figures depend on."""
+    return {"python": platform.python_version(), **versions(*PACKAGES)}
 
 
 def machine() -> dict[str, Any]:

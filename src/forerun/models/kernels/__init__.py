@@ -14,13 +14,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from forerun.home import cache_folder
+from forerun.home import cache_folder, written_whole
 
 FOLDER = Path(__file__).parent
 VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "settle")
@@ -150,11 +149,8 @@ def _compiled(command: list[str]) -> Path:
     if built.exists():
         return built
     print("forerun: compiling for this processor, once; takes seconds", file=sys.stderr)
-    built.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-        fresh = Path(scratch) / built.name
+    with written_whole(built) as fresh:
         _run([*command, *map(str, SOURCES), "-o", str(fresh), "-lm"])
-        fresh.replace(built)
     return built
 
 
