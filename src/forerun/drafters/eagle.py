@@ -64,7 +64,7 @@ class Follower:
     """What is known of one request: its rows so far, then features that have none yet."""
 
     span: Span
-    waiting: list[Tensor] = field(default_factory=list)  # [rows, F]
+    waiting: list[Tensor] = field(default_factory=list)  # [rows, T, E]
     unfed: int = 0  # rows of them
     hidden_1C: Tensor | None = None  # what the last row gave
 
@@ -145,9 +145,9 @@ class EagleDrafter(Drafter):
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
-        for request, taps_RTC in zip(requests, taps, strict=True):
+        for request, taps_RTE in zip(requests, taps, strict=True):
             self._calibration.settle(request)
-            self._remember(request, taps_RTC)
+            self._remember(request, taps_RTE)
         for request in requests:
             follower = self._followers.get(request.id)
             if follower and follower.unfed >= WAITING:
@@ -164,10 +164,10 @@ class EagleDrafter(Drafter):
         if follower := self._followers.pop(request.id, None):
             self._runner.store.release(follower.span)
 
-    def _remember(self, request: Request, taps_RTC: Tensor) -> None:
+    def _remember(self, request: Request, taps_RTE: Tensor) -> None:
         """Keep the features of newly cached tokens, unless some before them were never seen or the
         draft has no positions for them."""
-        rows = taps_RTC.shape[0]
+        rows = taps_RTE.shape[0]
         begin = request.cached - rows
         if begin == 0:
             self._forget(request)
@@ -178,7 +178,7 @@ class EagleDrafter(Drafter):
         if follower.features != begin or request.cached > self._runner.settings.max_length:
             self._forget(request)
         else:
-            follower.waiting.append(taps_RTC.flatten(1).contiguous())
+            follower.waiting.append(taps_RTE.contiguous())
             follower.unfed += rows
 
     def _enter(self, request: Request, budget: int) -> Lane | None:
@@ -215,8 +215,9 @@ class EagleDrafter(Drafter):
             rows = _due(request, follower)
             tokens += rows
             parts.append(Part(follower.span, range(-1, len(rows) - 1), len(rows)))
-        features_NF = joined([part for _, follower in due for part in follower.waiting])
-        hidden_NC = self._runner.run(pack_parts(tokens, parts), self._runner.fuse(features_NF))
+        taps_NTE = joined([part for _, follower in due for part in follower.waiting])
+        fused_NC = self._runner.fuse(taps_NTE.flatten(1))
+        hidden_NC = self._runner.run(pack_parts(tokens, parts), fused_NC)
         end = 0
         for (_, follower), part in zip(due, parts, strict=True):
             end += part.rows

@@ -58,7 +58,9 @@ def taps(batch: Batch, turns: Sequence[Turn], taps_RTD: Tensor) -> list[Tensor]:
 
 
 def _rows(taps_RTD: Tensor, first: int, rows: Sequence[int]) -> Tensor:
-    """A copy of some rows of a turn (ascending): a view would keep those of all turns alive."""
+    """Some rows of a turn (ascending), not as a view: that would keep those of all turns alive."""
+    if len(rows) == taps_RTD.shape[0]:
+        return taps_RTD
     if rows[-1] == len(rows) - 1:  # none is left out
         return taps_RTD[first : first + len(rows)].clone()
     return taps_RTD[[first + row for row in rows]]

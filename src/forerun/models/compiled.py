@@ -142,7 +142,8 @@ class Compiled:
         return out_NC
 
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: PackedMatrix) -> Tensor:
-        logits_NV = torch.empty(len(hidden_NC), head.address.out)
+        rows, outputs = hidden_NC.shape[0], head.address.out
+        logits_NV = torch.empty(rows, outputs)
         normed_NC = torch.empty_like(hidden_NC)
         self.lib.logits(
             hidden_NC.data_ptr(),
@@ -151,9 +152,11 @@ class Compiled:
             ctypes.byref(head.address),
             normed_NC.data_ptr(),
             logits_NV.data_ptr(),
-            len(hidden_NC),
+            rows,
             self.bf16,
         )
+        if head.outputs == outputs:
+            return logits_NV
         return logits_NV[:, : head.outputs].contiguous()
 
     def rank(
