@@ -148,7 +148,6 @@ class EagleDrafter(Drafter):
         for request, taps_RTE in zip(requests, taps, strict=True):
             self._calibration.settle(request)
             self._remember(request, taps_RTE)
-        for request in requests:
             follower = self._followers.get(request.id)
             if follower and follower.unfed >= WAITING:
                 if self._make_room(follower, follower.unfed):

@@ -92,7 +92,13 @@ class Tree(ctypes.Structure):
         self._survival = (ctypes.c_double * room)()
         behind = (ctypes.c_int32 * room)()
         laid_out = _laid_out(request.stop_ids)
-        arrays = (self._tokens, self._parents, self._beliefs, self._survival, behind)
+        arrays: Sequence[ctypes.Array[Any]] = (
+            self._tokens,
+            self._parents,
+            self._beliefs,
+            self._survival,
+            behind,
+        )
         super().__init__(
             room,
             len(laid_out),
@@ -101,7 +107,7 @@ class Tree(ctypes.Structure):
             Sampling.of(request),
             0,
             0,
-            *map(ctypes.addressof, arrays),
+            *(ctypes.addressof(each) for each in arrays),
         )
         self.ends = request.stop_ids
         self.address = ctypes.addressof(self)
