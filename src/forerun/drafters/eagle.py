@@ -35,7 +35,7 @@ from forerun.models.cache import Span
 from forerun.models.heads.eagle import Eagle3Settings, default_taps
 from forerun.models.heads.eagle_round import EagleRounds, Start
 from forerun.models.heads.eagle_runner import EagleRunner
-from forerun.models.packing import Part, joined, pack_parts
+from forerun.models.packing import Part, add, joined, pack_parts
 from forerun.models.target import opened
 from forerun.sampling import Place, leaves_logits, takes_largest
 
@@ -177,7 +177,7 @@ class EagleDrafter(Drafter):
         if follower.features != begin or request.cached > self._runner.settings.max_length:
             self._forget(request)
         else:
-            follower.waiting.append(taps_RTE.contiguous())
+            add(follower.waiting, taps_RTE.contiguous())
             follower.unfed += rows
 
     def _enter(self, request: Request, budget: int) -> Lane | None:
