@@ -266,12 +266,13 @@ def main(
     console.print(table)
 
     prompt = torch.randint(target.info.vocab_size, (PROMPT,)).tolist()
+    store = target.new_store(16384)  # one for all: another one takes half a millisecond to get to
 
     def engine(drafter: Drafter | None) -> Steps:
         return Steps(
             Engine(
                 target,
-                store=target.new_store(4096),
+                store=store,
                 verifier=make_verifier("follow"),
                 drafter=drafter,
                 static=True,

@@ -103,7 +103,9 @@ class Drafter(ABC):
 
         requests: those that were asked for; with taps, all that the drafter is to follow, too.
         taps: per request, the hidden states of its newly cached rows, [rows, T, hidden], none of
-        one that is not followed; empty when no request is, or the drafter declares no taps.
+        one that is not followed; empty when no request is, or the drafter declares no taps. They
+        may be views, which keep the states of a whole pass alive: copy what is kept for longer
+        than until the next ones come.
         """
 
     def release(self, request: Request) -> None:  # noqa: B027, most keep no state

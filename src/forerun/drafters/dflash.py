@@ -31,7 +31,7 @@ from forerun.models.heads.dflash import DFlash
 from forerun.models.heads.dflash_round import Start
 from forerun.models.heads.dflash_runner import DFlashRunner
 from forerun.models.heads.rounds import Rules, Tree
-from forerun.models.packing import joined, pack
+from forerun.models.packing import add, joined, pack
 from forerun.models.target import Segment
 
 WAITING = 512  # context tokens of a request that may wait for their keys and values
@@ -171,7 +171,7 @@ class DFlashDrafter(ParallelDrafter):
         if context.tokens != begin or self._outgrown(request):
             self._forget(request)
         else:
-            context.waiting.append(taps_RTE.contiguous())
+            add(context.waiting, taps_RTE.contiguous())
             context.unsettled += rows
 
     def _forget(self, request: Request) -> None:

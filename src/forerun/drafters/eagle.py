@@ -35,7 +35,7 @@ from forerun.models.cache import Span
 from forerun.models.heads.eagle import Eagle3Settings, default_taps
 from forerun.models.heads.eagle_round import EagleRounds, Start
 from forerun.models.heads.eagle_runner import EagleRunner
-from forerun.models.packing import Part, joined, pack_parts
+from forerun.models.packing import Part, add, joined, pack_parts
 from forerun.models.target import opened
 from forerun.sampling import Place, leaves_logits, takes_largest
 
@@ -64,7 +64,7 @@ class Follower:
     """What is known of one request: its rows so far, then features that have none yet."""
 
     span: Span
-    waiting: list[Tensor] = field(default_factory=list)  # [rows, F]
+    waiting: list[Tensor] = field(default_factory=list)  # [rows, T, E]
     unfed: int = 0  # rows of them
     hidden_1C: Tensor | None = None  # what the last row gave
 
@@ -145,10 +145,9 @@ class EagleDrafter(Drafter):
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
-        for request, taps_RTC in zip(requests, taps, strict=True):
+        for request, taps_RTE in zip(requests, taps, strict=True):
             self._calibration.settle(request)
-            self._remember(request, taps_RTC)
-        for request in requests:
+            self._remember(request, taps_RTE)
             follower = self._followers.get(request.id)
             if follower and follower.unfed >= WAITING:
                 if self._make_room(follower, follower.unfed):
@@ -164,10 +163,10 @@ class EagleDrafter(Drafter):
         if follower := self._followers.pop(request.id, None):
             self._runner.store.release(follower.span)
 
-    def _remember(self, request: Request, taps_RTC: Tensor) -> None:
+    def _remember(self, request: Request, taps_RTE: Tensor) -> None:
         """Keep the features of newly cached tokens, unless some before them were never seen or the
         draft has no positions for them."""
-        rows = taps_RTC.shape[0]
+        rows = taps_RTE.shape[0]
         begin = request.cached - rows
         if begin == 0:
             self._forget(request)
@@ -178,7 +177,7 @@ class EagleDrafter(Drafter):
         if follower.features != begin or request.cached > self._runner.settings.max_length:
             self._forget(request)
         else:
-            follower.waiting.append(taps_RTC.flatten(1).contiguous())
+            add(follower.waiting, taps_RTE.contiguous())
             follower.unfed += rows
 
     def _enter(self, request: Request, budget: int) -> Lane | None:
@@ -215,8 +214,9 @@ class EagleDrafter(Drafter):
             rows = _due(request, follower)
             tokens += rows
             parts.append(Part(follower.span, range(-1, len(rows) - 1), len(rows)))
-        features_NF = joined([part for _, follower in due for part in follower.waiting])
-        hidden_NC = self._runner.run(pack_parts(tokens, parts), self._runner.fuse(features_NF))
+        taps_NTE = joined([part for _, follower in due for part in follower.waiting])
+        fused_NC = self._runner.fuse(taps_NTE.flatten(1))
+        hidden_NC = self._runner.run(pack_parts(tokens, parts), fused_NC)
         end = 0
         for (_, follower), part in zip(due, parts, strict=True):
             end += part.rows

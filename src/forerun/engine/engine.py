@@ -70,7 +70,7 @@ class Engine:
         self.stop_ids = stop_ids
         self.scheduler = Scheduler(store, max_num_seqs, max_batch_rows)
         self.max_length = min(target.info.max_length, store.slots)
-        self.stats = StepStats()
+        self._ended = StepStats()  # of streams that are no more
         self._members = members(drafter)
         self._generations: dict[int, Generation] = {}
         self._ids = itertools.count()
@@ -78,6 +78,14 @@ class Engine:
             _check_taps(drafter, target)
             reads = [bool(way.taps) for way in drafter.ways]
             self.plan: Plan = Static() if static else Plan(costs or measure(target, store), reads)
+
+    @property
+    def stats(self) -> StepStats:
+        """Counters of all streams so far."""
+        total = StepStats()
+        for stats in (self._ended, *(each.stats for each in self._generations.values())):
+            total.add(stats)
+        return total
 
     @property
     def busy(self) -> bool:
@@ -267,12 +275,12 @@ class Engine:
             delta = generation.emit(len(sources), sources, logprobs)
             emitted = len(delta.token_ids)
             accepted = min(len(sources) - 1, emitted)
-            for stats in (self.stats, generation.stats):
-                stats.record(len(turn.draft), accepted, emitted)
-                stats.asked += turn.budget > 0
-                if turn.draft:
-                    assert turn.verdict
-                    stats.compare(turn.draft.survival, turn.verdict.path)
+            stats = generation.stats
+            stats.record(len(turn.draft), accepted, emitted)
+            stats.asked += turn.budget > 0
+            if turn.draft:
+                assert turn.verdict
+                stats.compare(turn.draft.survival, turn.verdict.path)
             deltas.append(delta)
             first_row += 1 + len(turn.draft)
         return deltas
@@ -315,8 +323,8 @@ class Engine:
         for turn in batch.turns:
             if turn.decoding:
                 share = (turn.rows + len(turn.draft)) / total
-                for stats in (self.stats, self._generations[turn.request.id].stats):
-                    stats.spend(share, seconds, step_seconds, predicted, missed)
+                stats = self._generations[turn.request.id].stats
+                stats.spend(share, seconds, step_seconds, predicted, missed)
         if self.drafter:
             self.plan.learn(batch.asked, seconds["draft"], step_seconds, predicted)
         for turn in batch.turns:
@@ -329,7 +337,7 @@ class Engine:
             self.drafter.release(request)
             self.plan.forget(request)
         self.scheduler.remove(request)
-        del self._generations[request.id]
+        self._ended.add(self._generations.pop(request.id).stats)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         info = self.target.info

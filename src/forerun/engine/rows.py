@@ -58,7 +58,8 @@ def taps(batch: Batch, turns: Sequence[Turn], taps_RTD: Tensor) -> list[Tensor]:
 
 
 def _rows(taps_RTD: Tensor, first: int, rows: Sequence[int]) -> Tensor:
-    """A copy of some rows of a turn (ascending): a view would keep those of all turns alive."""
+    """Some rows of a turn (ascending). A view where it can be: copies cost more than any other line
+    of a step, and mostly the drafter reads the rows before the next pass."""
     if rows[-1] == len(rows) - 1:  # none is left out
-        return taps_RTD[first : first + len(rows)].clone()
+        return taps_RTD[first : first + len(rows)]
     return taps_RTD[[first + row for row in rows]]

@@ -18,6 +18,7 @@ from forerun.models.architecture import DecoderConfig
 from forerun.models.cache import KVStore
 from forerun.models.layers import Layer
 from forerun.models.packing import Packed
+from forerun.models.pages import Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Compiled:
         self.dtype = dtype
         self.bf16 = dtype is torch.bfloat16
         self.scale = config.attention_scale or config.head_dim**-0.5
+        self.pages = Pages()  # of the weights
         self.rows = self.nodes = 0  # that the scratch tensors have room for
         # Of the last pass, and weak: a model outlives its stores, which are large.
         self.store: Callable[[], KVStore | None] = lambda: None
@@ -53,9 +55,9 @@ class Compiled:
         padding = -len(weight_OI) % kernels.COLUMNS
         blocked = functional.pad(weight_OI, (0, 0, 0, padding)).unflatten(0, (-1, kernels.COLUMNS))
         if self.bf16:
-            weight = blocked.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+            weight = self.pages.keep(blocked.unflatten(2, (-1, 2)).transpose(1, 2))
         else:
-            weight = blocked.transpose(1, 2).contiguous()
+            weight = self.pages.keep(blocked.transpose(1, 2))
         bias = None if bias_O is None else functional.pad(bias_O.float(), (0, padding))
         outputs = -(-len(weight_OI) // kernels.LANES) * kernels.LANES  # whole vectors are written
         matrix = kernels.Matrix(weight.data_ptr(), address(bias), inputs, outputs)
@@ -142,7 +144,8 @@ class Compiled:
         return out_NC
 
     def logits(self, hidden_NC: Tensor, norm_C: Tensor | None, head: PackedMatrix) -> Tensor:
-        logits_NV = torch.empty(len(hidden_NC), head.address.out)
+        rows, outputs = hidden_NC.shape[0], head.address.out
+        logits_NV = torch.empty(rows, outputs)
         normed_NC = torch.empty_like(hidden_NC)
         self.lib.logits(
             hidden_NC.data_ptr(),
@@ -151,9 +154,11 @@ class Compiled:
             ctypes.byref(head.address),
             normed_NC.data_ptr(),
             logits_NV.data_ptr(),
-            len(hidden_NC),
+            rows,
             self.bf16,
         )
+        if head.outputs == outputs:
+            return logits_NV
         return logits_NV[:, : head.outputs].contiguous()
 
     def rank(

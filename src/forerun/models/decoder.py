@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.models.architecture import DecoderConfig
 from forerun.models.cache import KVStore
@@ -96,7 +97,7 @@ class Decoder:
 
     def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
         """See `OpenTarget.embed`."""
-        hidden_NC = self.embedding_VC[tokens_N]
+        hidden_NC = functional.embedding(tokens_N, self.embedding_VC)
         if self.config.embedding_scale == 1 or not scaled:
             return hidden_NC
         # The published Gemma code rounds the scale to the type of the embedding.
@@ -119,9 +120,11 @@ class Decoder:
         if not wanted:
             return hidden_RC.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         rows = self._padded(wanted)
-        if rows != list(range(len(hidden_RC))):
+        if rows != list(range(hidden_RC.shape[0])):
             hidden_RC = hidden_RC[torch.tensor(rows, device=self.device)]
-        logits_NV = self.backend.logits(hidden_RC, self.final_norm_C, self.head)[: len(wanted)]
+        logits_NV = self.backend.logits(hidden_RC, self.final_norm_C, self.head)
+        if len(rows) > len(wanted):
+            logits_NV = logits_NV[: len(wanted)]
         return self._capped(logits_NV)
 
     def _capped(self, logits_NV: Tensor) -> Tensor:

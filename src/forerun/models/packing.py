@@ -96,3 +96,11 @@ def pack_parts(tokens: list[int], parts: Sequence[Part]) -> Packed:
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Rows one below the other; those of one part are not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def add(parts: list[Tensor], part: Tensor) -> None:
+    """Put a part behind others that wait. It may be a view, into rows of all requests: once the
+    next one comes it is copied, so that those need not be kept."""
+    if parts:
+        parts[-1] = parts[-1].clone()
+    parts.append(part)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import ClassVar
 
 from torch import Tensor
@@ -34,7 +33,11 @@ class Follow(Verifier):
 
 def root_rows(drafts: Sequence[Draft]) -> list[int]:
     """Per draft, the row of the last committed token; node i has the i + 1st row after it."""
-    return list(accumulate((1 + len(draft) for draft in drafts), initial=0))[:-1]
+    roots, row = [], 0
+    for draft in drafts:
+        roots.append(row)
+        row += 1 + len(draft.tokens)
+    return roots
 
 
 def follow(

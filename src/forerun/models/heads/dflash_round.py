@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from struct import Struct
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from forerun.models.cache import KVStore, Span
 from forerun.models.compiled import Compiled, PackedMatrix, address
 from forerun.models.heads.rounds import Rounds, Rules, Tree
 from forerun.models.layers import Layer
+
+BLOCK = Struct("3iPq")  # mirror of `Block` in kernels/dflash.c
 
 
 class Start(NamedTuple):
@@ -67,18 +70,6 @@ class BlocksOfRound(ctypes.Structure):
     )
 
 
-class Block(ctypes.Structure):
-    """Mirror of `Block` in kernels/dflash.c."""
-
-    _fields_ = (
-        ("base", ctypes.c_int32),
-        ("length", ctypes.c_int32),
-        ("due", ctypes.c_int32),
-        ("fed", ctypes.c_void_p),
-        ("anchor", ctypes.c_int64),
-    )
-
-
 class DFlashRounds(Rounds):
     """Context that is due, blocks behind it, and trees of what their slots say, for all requests of
     a batch."""
@@ -110,12 +101,12 @@ class DFlashRounds(Rounds):
     ) -> None:
         """Grow what `best_tree` would make of the logits of blocks of so many slots. Context that
         was due is written behind that of its span, but not committed."""
-        blocks: list[Any] = []  # tuples, which ctypes makes structures of
+        blocks = []
         positions = 0
         for span, due, taps_RF, anchor in starts:
-            blocks.append((span.base, span.length, due, address(taps_RF), anchor))
+            fed = 0 if taps_RF is None else taps_RF.data_ptr()
+            blocks.append(BLOCK.pack(span.base, span.length, due, fed, anchor))
             positions = max(positions, span.length + due + slots)
         layers = self._backend.addresses_in(self._store, positions, self._blocks.layers)
         self._address.layers = ctypes.addressof(layers)
-        lanes = (Block * len(blocks))(*blocks)
-        self._run(self._lib.dflash_round, self._address, rules, trees, slots, lanes)
+        self._run(self._lib.dflash_round, self._address, rules, trees, slots, b"".join(blocks))

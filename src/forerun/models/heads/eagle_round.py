@@ -9,7 +9,8 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from struct import Struct
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,16 +20,18 @@ from forerun.models.compiled import Compiled, PackedMatrix, address
 from forerun.models.heads.rounds import Rounds, Rules, Tree
 from forerun.models.layers import Layer
 
+LANE = Struct("4i3P")  # mirror of `Lane` in kernels/eagle.c
+
 
 class Start(NamedTuple):
     """Where a request stands before a round, and how deep its tree may grow.
 
-    features_RF, tokens: what its next rows are fed; None: no row is due. hidden_1C: what its last
+    features_RTE, tokens: what its next rows are fed; None: no row is due. hidden_1C: what its last
     row handed on, written over if rows are due.
     """
 
     span: Span
-    features_RF: Tensor | None
+    features_RTE: Tensor | None
     tokens: Sequence[int]
     hidden_1C: Tensor
     depth: int
@@ -54,20 +57,6 @@ class NetworkOfRound(ctypes.Structure):
         ("joins", ctypes.c_int32),
         ("size", ctypes.c_int32),
         ("ids", ctypes.c_void_p),
-    )
-
-
-class Lane(ctypes.Structure):
-    """Mirror of `Lane` in kernels/eagle.c."""
-
-    _fields_ = (
-        ("base", ctypes.c_int32),
-        ("length", ctypes.c_int32),
-        ("due", ctypes.c_int32),
-        ("depth", ctypes.c_int32),
-        ("fed", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("hidden", ctypes.c_void_p),
     )
 
 
@@ -129,25 +118,17 @@ class EagleRounds(Rounds):
         layers = self._backend.addresses_in(self._store, positions, self._network.layers)
         self._address.layers = ctypes.addressof(layers)
         due = array("q", [token for start in starts for token in start.tokens])
-        lanes = _lanes(starts, due)
+        lanes = _lanes(starts, due.buffer_info()[0])
         self._run(self._lib.eagle_round, self._address, rules, trees, floor, lanes)
 
 
-def _lanes(starts: Sequence[Start], due: array[int]) -> ctypes.Array[Lane]:
-    """The requests as compiled code sees them. due: the tokens of all, one after the other."""
-    lanes: list[Any] = []  # tuples, which ctypes makes structures of
-    due_at = due.buffer_info()[0]
-    for start in starts:
-        lanes.append(
-            (
-                start.span.base,
-                start.span.length,
-                len(start.tokens),
-                start.depth,
-                address(start.features_RF),
-                due_at,
-                start.hidden_1C.data_ptr(),
-            )
-        )
-        due_at += due.itemsize * len(start.tokens)
-    return (Lane * len(lanes))(*lanes)
+def _lanes(starts: Sequence[Start], due_at: int) -> bytes:
+    """The requests as compiled code sees them. due_at: the tokens of all, one after the other."""
+    lanes = []
+    for span, features_RTE, tokens, hidden_1C, depth in starts:
+        due = len(tokens)
+        fed = 0 if features_RTE is None else features_RTE.data_ptr()
+        at = hidden_1C.data_ptr()
+        lanes.append(LANE.pack(span.base, span.length, due, depth, fed, due_at, at))
+        due_at += 8 * due
+    return b"".join(lanes)

@@ -86,13 +86,19 @@ class Tree(ctypes.Structure):
     def __init__(self, rules: Rules, request: Request, own: Ratios) -> None:
         """own: the ratio of this request, by which beliefs are multiplied, too."""
         room = rules.nodes
-        self._tokens = array("q", bytes(8 * room))
-        self._parents = array("i", bytes(4 * room))
-        self._beliefs = array("d", bytes(8 * room))
-        self._survival = array("d", bytes(8 * room))
-        behind = array("i", bytes(4 * room))
+        self._tokens = (ctypes.c_int64 * room)()
+        self._parents = (ctypes.c_int32 * room)()
+        self._beliefs = (ctypes.c_double * room)()
+        self._survival = (ctypes.c_double * room)()
+        behind = (ctypes.c_int32 * room)()
         laid_out = _laid_out(request.stop_ids)
-        arrays = (self._tokens, self._parents, self._beliefs, self._survival, behind)
+        arrays: Sequence[ctypes.Array[Any]] = (
+            self._tokens,
+            self._parents,
+            self._beliefs,
+            self._survival,
+            behind,
+        )
         super().__init__(
             room,
             len(laid_out),
@@ -101,7 +107,7 @@ class Tree(ctypes.Structure):
             Sampling.of(request),
             0,
             0,
-            *(each.buffer_info()[0] for each in arrays),
+            *(ctypes.addressof(each) for each in arrays),
         )
         self.ends = request.stop_ids
         self.address = ctypes.addressof(self)
@@ -111,11 +117,7 @@ class Tree(ctypes.Structure):
     def draft(self) -> Draft:
         """What was grown, with honest survival."""
         count = self.count
-        return Draft(
-            self._tokens[:count].tolist(),
-            self._parents[:count].tolist(),
-            self._survival[:count].tolist(),
-        )
+        return Draft(self._tokens[:count], self._parents[:count], self._survival[:count])
 
     def settle(self, truth: Sequence[int]) -> None:
         """Learn from the tokens that followed, in its own ratio and in those of the rules."""
@@ -142,9 +144,13 @@ class Rounds:
         *starts: Any,
     ) -> None:
         """Let a compiled function grow trees. starts: what it takes behind the rules."""
-        addresses = (ctypes.c_void_p * len(trees))(*[tree.address for tree in trees])
+        addresses = array("Q", [tree.address for tree in trees])
         self.seconds = round(
-            ctypes.addressof(network), rules.address, *starts, addresses, len(trees)
+            ctypes.addressof(network),
+            rules.address,
+            *starts,
+            addresses.buffer_info()[0],
+            len(addresses),
         )
         if self.seconds < 0:
             raise CapacityError("no memory for a round of drafting; ask for fewer requests at once")

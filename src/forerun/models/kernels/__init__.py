@@ -122,8 +122,7 @@ def library() -> ctypes.CDLL | None:
 
 def for_scores(scores: Tensor) -> ctypes.CDLL | None:
     """The compiled kernels where they can read these scores: float32 on a processor."""
-    readable = scores.device.type == "cpu" and scores.dtype is torch.float32
-    return library() if readable else None
+    return library() if scores.is_cpu and scores.dtype is torch.float32 else None
 
 
 def _compiler() -> str | None:

@@ -47,6 +47,7 @@ typedef struct { /* the tree of one request, as `Growth` of growing.py */
     int32_t *frontier; /* candidates to expand next, best first */
     int32_t *rows;     /* per candidate that was in a frontier, its parent among them, or -1 */
     int32_t count, kept_count, fresh_count, frontier_count, row_count;
+    int32_t length; /* rows of the request before those of the tree */
     int32_t level; /* of the candidates that come next */
     int32_t begin; /* row of the first node of the frontier */
 } Growth;
@@ -55,7 +56,7 @@ typedef struct {
     const Network *net;
     const Rules *rules;
     double floor; /* no level is begun whose nodes are all less likely */
-    Lane *lanes;
+    const Lane *lanes;
     Tree *const *trees;
     int32_t count;
     Growth *growths;
@@ -166,10 +167,11 @@ static void feed(Round *r) {
     Packing *p = &r->packing;
     int32_t rows = 0;
     for (int32_t s = 0; s < r->count; s++) {
-        Lane *lane = &r->lanes[s];
+        const Lane *lane = &r->lanes[s];
         p->first[s] = p->node[s] = rows;
         p->base[s] = lane->base;
         p->length[s] = lane->length;
+        r->growths[s].length = lane->length + lane->due;
         if (!lane->due) continue;
         memcpy(r->fed + bytes_of((int64_t)rows * net->features, net->bf16), lane->fed,
                bytes_of((int64_t)lane->due * net->features, net->bf16));
@@ -177,7 +179,6 @@ static void feed(Round *r) {
             copy_row(r->embedded, rows, net->embedding, lane->tokens[i], net->dim, net->bf16);
             p->parent[rows] = i - 1;
         }
-        lane->length += lane->due;
     }
     p->first[r->count] = p->node[r->count] = p->pass.rows = rows;
     if (!rows) return;
@@ -250,7 +251,7 @@ static void gather(Round *r) {
         Growth *g = &r->growths[s];
         p->first[s] = rows;
         p->node[s] = nodes;
-        p->length[s] = r->lanes[s].length;
+        p->length[s] = g->length;
         for (int32_t i = 0; i < g->frontier_count; i++) {
             const Candidate *c = &g->candidates[g->frontier[i]];
             copy_row(r->embedded, rows + i, net->embedding, c->token, net->dim, net->bf16);
@@ -305,7 +306,7 @@ static void harvest(const Round *r, int32_t s) {
     hand_over(r->rules, r->kept, g->kept_count, r->trees[s]);
 }
 
-double eagle_round(const Network *net, const Rules *rules, double floor, Lane *lanes,
+double eagle_round(const Network *net, const Rules *rules, double floor, const Lane *lanes,
                    Tree *const trees[], int32_t count) {
     Round r = {.net = net, .rules = rules, .floor = floor, .lanes = lanes, .trees = trees, .count = count};
     char *memory = kept_memory(lay_out(&r, NULL));
