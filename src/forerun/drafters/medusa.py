@@ -30,7 +30,7 @@ from forerun.interop import shipped
 from forerun.models.heads.medusa_runner import MedusaRunner
 from forerun.models.heads.rounds import Rules, Tree
 
-TOP_K, NODES = 4, 16
+TOP_K, NODES = 10, 16
 
 
 class MedusaOptions(Settings):

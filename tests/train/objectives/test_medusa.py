@@ -138,6 +138,26 @@ def test_padding_changes_nothing(target: LoadedModel) -> None:
     )
 
 
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+def test_shuffling_the_rows_of_a_step_changes_nothing(target: LoadedModel, labels: str) -> None:
+    known = Vocabulary(DRAFT_IDS, VOCAB)
+    trained = randomised(objective(target, known, labels=labels))
+    mixing = randomised(objective(target, known, labels=labels, shuffle=64))
+    batch = capture(target, example(12, 5, 1), example(9, 0, 2))
+    for value, mixed in zip(loss_of(trained, batch), loss_of(mixing, batch), strict=True):
+        torch.testing.assert_close(value, mixed)
+
+
+def test_a_step_learns_rows_of_earlier_texts(target: LoadedModel) -> None:
+    mixing = randomised(objective(target, shuffle=64))
+    first, second = (capture(target, example(14, 5, seed)) for seed in (1, 2))
+    loss_of(mixing, first)
+    mixed = loss_of(mixing, second)
+    assert mixed.rows_P[0] == 9
+    alone = [loss_of(randomised(objective(target)), batch).total for batch in (first, second)]
+    assert min(alone) < mixed.total < max(alone)
+
+
 # ---- where it starts, what it learns, what it becomes -------------------------------------------
 
 

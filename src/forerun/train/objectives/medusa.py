@@ -15,7 +15,7 @@ B sequences, R rows, N supervised tokens, S heads, C hidden size, U tokens of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,6 +31,7 @@ from forerun.models.hub import LoadedModel
 from forerun.train.capture import Batch
 from forerun.train.losses import hard_cross_entropy, soft_cross_entropy
 from forerun.train.objectives.base import Loss, Objective, compute_dtype
+from forerun.train.shuffle import ShuffleBuffer
 from forerun.train.vocabulary import Vocabulary
 
 
@@ -45,11 +46,14 @@ class HeadSettings(Settings):
 
 
 class MedusaSettings(HeadSettings):
-    """labels: `soft` teaches the target's law, `hard` the token it wrote."""
+    """labels: `soft` teaches the target's law, `hard` the token it wrote. shuffle: rows to keep, so
+    that a step learns from those of many texts; a run that is taken up starts with none.
+    """
 
     title = "medusa"
 
     labels: Literal["soft", "hard"] = "soft"
+    shuffle: Annotated[int, Field(ge=0)] = 0
 
 
 class MedusaObjective(Objective):
@@ -66,12 +70,14 @@ class MedusaObjective(Objective):
         settings: HeadSettings,
         own: float | None = None,
         hard: bool = False,
+        shuffle: Callable[[list[Tensor]], list[Tensor]] | None = None,
     ) -> Loss:
         """states_BRC: what heads read, behind the final norm. blocks: of the heads.
 
         own: weight of what the model that has these states says itself, taught the target's law
         like a head that reads the row of the law; None where that model is the target.
         hard: teach the tokens of the text instead of the law.
+        shuffle: puts others in the place of these rows.
         """
         first, modules = (1, [*blocks]) if own is None else (0, [nn.Identity(), *blocks])
         weights_S = [settings.decay**k for k in range(settings.heads)]
@@ -81,20 +87,21 @@ class MedusaObjective(Objective):
         reach_S1 = torch.arange(first, settings.heads + 1, device=device)[:, None]
         valid_SN = row_N >= reach_S1
         read_SN = (row_N - reach_S1).clamp(min=0)
-        states_BRC = states_BRC.to(compute_dtype(device))
-        states_SNC = torch.stack(
-            [
-                module(states_BRC[sequence_N, read_N])
-                for module, read_N in zip(modules, read_SN, strict=True)
-            ]
-        ).to(self._teacher_head.weight_UC.dtype)
         labels_N = self._known_V[batch.tokens_BR[sequence_N, row_N + 1]]
+        read_SNC = states_BRC.to(compute_dtype(device))[sequence_N, read_SN]
+        teacher_NC = batch.final_BRC[sequence_N, row_N]
+        if shuffle:
+            mixed = shuffle([read_SNC.transpose(0, 1), valid_SN.t(), labels_N, teacher_NC])
+            read_SNC, valid_SN = mixed[0].transpose(0, 1), mixed[1].t()
+            labels_N, teacher_NC = mixed[2:]
+        states_SNC = torch.stack(
+            [module(read_NC) for module, read_NC in zip(modules, read_SNC, strict=True)]
+        ).to(self._teacher_head.weight_UC.dtype)
         learned_SN = valid_SN & (labels_N >= 0) if hard else valid_SN
         weights_SN = torch.tensor(weights_S, device=device)[:, None] * learned_SN
         if hard:
             rows = hard_cross_entropy(states_SNC, self._teacher_head, weights_SN, labels_N)
         else:
-            teacher_NC = batch.final_BRC[sequence_N, row_N]
             rows = soft_cross_entropy(
                 states_SNC, self._teacher_head, teacher_NC, self._teacher_head, weights_SN, labels_N
             )
@@ -145,11 +152,18 @@ class Medusa1(MedusaObjective):
         if vocabulary.reduced:
             heads.token_map = vocabulary.ids_U.to(info.device)
         self.network: MedusaHeads = heads
+        self._buffer = ShuffleBuffer(settings.shuffle)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
-        """Nothing is drawn."""
-        hard = self._s.labels == "hard"
-        return self._teach(batch, batch.final_BRC, self.network.blocks, self._s, hard=hard)
+        """Only a buffer draws."""
+        return self._teach(
+            batch,
+            batch.final_BRC,
+            self.network.blocks,
+            self._s,
+            hard=self._s.labels == "hard",
+            shuffle=(lambda rows: self._buffer(rows, generator)) if self._s.shuffle else None,
+        )
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         heads = MedusaHeads(self._config)
