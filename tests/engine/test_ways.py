@@ -170,7 +170,7 @@ def test_hidden_states_are_kept_only_while_a_network_is_asked() -> None:
     world = World((always(0.7), always(0.7)), network=9.0)
     assert world.plan.follows(_request(0))
     _write_off(world.plan)
-    world.plan._probes.allowance = -1e9  # no probes
+    world.plan._probes._allowances = [-1e9] * 2  # no probes
     world.run(3 * RECENT)
     asked = _request(0)
     asked.tokens += [1] * (UNASKED + 1)
@@ -209,7 +209,7 @@ def test_off_is_off_and_the_text_stays() -> None:
     assert run(engine, jobs) == truth
     assert called[True], "the control: it is asked at first"
     _write_off(engine.plan)
-    engine.plan._probes.allowance = -1e9
+    engine.plan._probes._allowances = [-1e9] * 2
     called.clear()
     assert run(engine, jobs) == truth
     assert not called
