@@ -75,7 +75,7 @@ class Plan:
         self._step += 1
         self._choice = choice = Choice(float(len(turns)), plain_seconds(self.costs, turns))
         for way, places in enumerate(able):
-            if places:
+            if places and self._ledgers[way].tried:
                 requests = {i: turns[i].request for i in places}
                 improve(choice, way, self._ledgers[way], requests, self._step)
         asked = dict(choice.ways)
