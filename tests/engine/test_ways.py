@@ -90,6 +90,7 @@ def _request(id: int) -> Request:
 
 def _write_off(plan: Plan) -> None:
     """From now on a network is expected to be no help to anybody."""
+    plan._ledgers[BOTH].rounds.learn(0, 1, 1.0)  # it was tried
     everybody = plan._ledgers[BOTH].all
     for _ in range(2000):
         everybody.expect([-1.0] * len(LEVELS), [1.0] * len(LEVELS))
@@ -164,6 +165,17 @@ def test_of_several_requests_those_are_asked_for_whom_it_pays() -> None:
 def test_who_is_not_followed_is_asked_without_the_network() -> None:
     world = World((always(0.7), always(0.9)), network=0.1, followed=False).run(100)
     assert world.share(COUNTS) == 1
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_a_network_is_not_asked_in_earnest_before_a_probe(probed: bool) -> None:
+    world = World((always(0.7), always(0.95)), network=0.1)
+    if not probed:
+        world.plan._probes._allowances = [-1e9] * 2
+    world.run(200)
+    assert (world.share(BOTH) > 0.8) == probed
+    assert probed or world.share(COUNTS) == 1
+    assert world.plan.follows(_request(101))
 
 
 def test_hidden_states_are_kept_only_while_a_network_is_asked() -> None:

@@ -110,7 +110,8 @@ class Plan:
     ) -> None:
         """Remember for whom it pays to ask those who read, where any of them can be asked."""
         reads = [ledger.reads for ledger in self._ledgers]
-        if any(reads[way] and places for way, places in enumerate(able)):
+        tried = [ledger.reads and ledger.tried for ledger in self._ledgers]
+        if any(tried[way] and places for way, places in enumerate(able)):
             self._following.learn([turns[i].request for i, way in ways.items() if reads[way]])
 
     def _note(self, asked: Sequence[Turn]) -> None:
