@@ -262,7 +262,7 @@ def test_a_text_that_begins_to_repeat_itself_is_drafted_again() -> None:
 def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     plan = Plan(TENTH)
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)
-    plan._probes.allowance = -1.0  # no probes for now
+    plan._probes._allowances = [-1.0]  # no probes for now
     assert plan.budgets([turn(id=99)], 64) == [0]
     assert 99 in plan._ledgers[0]._outlooks
     plan.follows(request(99))

@@ -90,6 +90,7 @@ def _request(id: int) -> Request:
 
 def _write_off(plan: Plan) -> None:
     """From now on a network is expected to be no help to anybody."""
+    plan._ledgers[BOTH].rounds.learn(0, 1, 1.0)  # it was tried
     everybody = plan._ledgers[BOTH].all
     for _ in range(2000):
         everybody.expect([-1.0] * len(LEVELS), [1.0] * len(LEVELS))
@@ -166,11 +167,22 @@ def test_who_is_not_followed_is_asked_without_the_network() -> None:
     assert world.share(COUNTS) == 1
 
 
+@pytest.mark.parametrize("probed", [False, True])
+def test_a_network_is_not_asked_in_earnest_before_a_probe(probed: bool) -> None:
+    world = World((always(0.7), always(0.95)), network=0.1)
+    if not probed:
+        world.plan._probes._allowances = [-1e9] * 2
+    world.run(200)
+    assert (world.share(BOTH) > 0.8) == probed
+    assert probed or world.share(COUNTS) == 1
+    assert world.plan.follows(_request(101))
+
+
 def test_hidden_states_are_kept_only_while_a_network_is_asked() -> None:
     world = World((always(0.7), always(0.7)), network=9.0)
     assert world.plan.follows(_request(0))
     _write_off(world.plan)
-    world.plan._probes.allowance = -1e9  # no probes
+    world.plan._probes._allowances = [-1e9] * 2  # no probes
     world.run(3 * RECENT)
     asked = _request(0)
     asked.tokens += [1] * (UNASKED + 1)
@@ -209,7 +221,7 @@ def test_off_is_off_and_the_text_stays() -> None:
     assert run(engine, jobs) == truth
     assert called[True], "the control: it is asked at first"
     _write_off(engine.plan)
-    engine.plan._probes.allowance = -1e9
+    engine.plan._probes._allowances = [-1e9] * 2
     called.clear()
     assert run(engine, jobs) == truth
     assert not called

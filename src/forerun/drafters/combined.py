@@ -43,12 +43,18 @@ class Combined(Drafter):
             if not drafter.taps:
                 drafter.observe(requests, verdicts, ())
             elif followed:
-                wanted = [list(self.taps).index(tap) for tap in drafter.taps]
                 drafter.observe(
                     [requests[i] for i in followed],
                     [verdicts[i] for i in followed],
-                    [taps[i][:, wanted] for i in followed],
+                    self._wanted(drafter, [taps[i] for i in followed]),
                 )
+
+    def _wanted(self, drafter: Drafter, taps: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The part of the hidden states that one of them reads; a part is a copy."""
+        if list(drafter.taps) == list(self.taps):
+            return taps
+        wanted = [list(self.taps).index(tap) for tap in drafter.taps]
+        return [each_RTD[:, wanted] for each_RTD in taps]
 
     def release(self, request: Request) -> None:
         for drafter in self.drafters:

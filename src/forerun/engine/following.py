@@ -13,6 +13,7 @@ from forerun.core import Request
 
 UNASKED = 64  # tokens without such a draft that pays, after which a request goes on without
 RECENT = 32  # steps, of which such drafts must have paid
+FIRST = 4  # steps, for which it counts at first that they pay
 SELDOM = 0.1  # in this share at least, or they are off,
 FOLLOWED = 16  # and one in so many new requests is followed, to find out whether they pay again
 
@@ -33,6 +34,7 @@ class Following:
 
     def __init__(self) -> None:
         self._standings: dict[int, Standing] = {}
+        self._steps = FIRST
         self._reading = 1.0  # share of the last steps in which those who read were found to pay
 
     def follows(self, request: Request) -> bool:
@@ -53,7 +55,8 @@ class Following:
         for request in paying:
             self._standing(request).paid = len(request.tokens)
             any_paid = True
-        self._reading += (any_paid - self._reading) / RECENT
+        self._steps = min(RECENT, self._steps + 1)
+        self._reading += (any_paid - self._reading) / self._steps
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -33,6 +33,12 @@ class Ledger:
         self.catch_ups = 0  # seen
         self._catch_up = 0.0  # seconds for each token
 
+    @property
+    def tried(self) -> bool:
+        """Whether it may be asked in earnest: beside another way a probe shows first what a round
+        takes, as those for all requests at once would be dear."""
+        return self._base is None or self.rounds.known
+
     def outlook(self, request: Request) -> Outlook:
         """Of drafts of a request or, with a base, of what they are worth beyond the base's."""
         found = self._outlooks.get(request.id)

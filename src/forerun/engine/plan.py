@@ -75,8 +75,9 @@ class Plan:
         self._step += 1
         self._choice = choice = Choice(float(len(turns)), plain_seconds(self.costs, turns))
         for way, places in enumerate(able):
-            requests = {i: turns[i].request for i in places}
-            improve(choice, way, self._ledgers[way], requests, self._step)
+            if places and self._ledgers[way].tried:
+                requests = {i: turns[i].request for i in places}
+                improve(choice, way, self._ledgers[way], requests, self._step)
         asked = dict(choice.ways)
         self._look_back(turns, asked, able)
         if (probed := self._probes.choose(choice, turns, able, self._step)) is not None:
@@ -96,7 +97,7 @@ class Plan:
     def _rests(self, turns: Sequence[Turn]) -> bool:
         """While nobody is asked nothing is learned, so that to think it over would change nothing
         but the time that a plain step takes."""
-        if not self._rest or self._probes.allowance >= 0:
+        if not self._rest or self._probes.due:
             return False
         if [turn.request.id for turn in turns] != self._resting:
             return False
@@ -109,7 +110,8 @@ class Plan:
     ) -> None:
         """Remember for whom it pays to ask those who read, where any of them can be asked."""
         reads = [ledger.reads for ledger in self._ledgers]
-        if any(reads[way] and places for way, places in enumerate(able)):
+        tried = [ledger.reads and ledger.tried for ledger in self._ledgers]
+        if any(tried[way] and places for way, places in enumerate(able)):
             self._following.learn([turns[i].request for i, way in ways.items() if reads[way]])
 
     def _note(self, asked: Sequence[Turn]) -> None:
@@ -174,7 +176,7 @@ class Plan:
         if predicted:
             self.costs.correct(self._rows, predicted, step_seconds - draft_seconds)
         for turn in asked:
-            if turn.draft:
+            if turn.draft and not self._probes.replaces(turn):
                 assert turn.verdict
                 promised, accepted = sum(turn.draft.survival), len(turn.verdict.path)
                 self._trust.settle(promised, accepted)

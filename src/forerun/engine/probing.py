@@ -17,13 +17,15 @@ PROBE_STEPS = 2  # in the first of them a drafter catches up, which tells nothin
 class Probe:
     """A request that is asked in some way only to find out.
 
-    steps: left of it. seconds, worth: of the draft that it would be asked for otherwise.
+    steps: left of it. replaces: whether it would be asked otherwise, too. seconds, worth: of the
+    draft that it would be asked for.
     first: seconds of its first round, behind so many `unread` tokens; 0: unknown.
     """
 
     request_id: int
     way: int
     steps: int = PROBE_STEPS
+    replaces: bool = False
     seconds: float = 0.0
     worth: float = 0.0
     first: float = 0.0
@@ -31,12 +33,21 @@ class Probe:
 
 
 class Probes:
-    """One after the other; none is begun while more was spent on them than they may take."""
+    """One after the other. None is begun in a way in which more was spent than they may take, or
+    before what it takes to catch up was saved."""
 
     def __init__(self, ledgers: Sequence[Ledger]) -> None:
         self._ledgers = ledgers
         self.probe: Probe | None = None  # that runs
-        self.allowance = 0.0  # seconds left for them
+        self._share = PROBES / len(ledgers)
+        # Of each way by itself: a network's dear probe shall not keep counts from being found out.
+        self._allowances = [0.0] * len(ledgers)  # seconds left for them
+        self._needs: dict[int, float] = {}  # seconds to be saved, by ways that could be probed
+
+    @property
+    def due(self) -> bool:
+        """Whether one could be begun."""
+        return any(self._allowances[way] >= need for way, need in self._needs.items())
 
     def choose(
         self, choice: Choice, turns: Sequence[Turn], able: Sequence[Sequence[int]], step: int
@@ -49,18 +60,39 @@ class Probes:
         others = [(way, i) for way, places in enumerate(able) for i in places if ways.get(i) != way]
         probe = self.probe
         if probe is None or probe.steps == 0 or not _at(probe, turns, others):
-            self.probe = probe = None
-            if others and self.allowance >= 0:
-                way, i = min(others, key=lambda each: self._waits(each[0], turns[each[1]], step))
-                self.probe = probe = Probe(turns[i].request.id, way)
-                self._ledgers[way].probed_at = step
+            self.probe = probe = self._begin(turns, others, step)
         if probe is None:
             return None
         probe.steps -= 1
         (i,) = _at(probe, turns, others)
+        probe.replaces = i in ways
         probe.seconds = choice.shares.get(i, 0.0)
         probe.worth = choice.worths.get(i, 0.0)
         return i
+
+    def _begin(
+        self, turns: Sequence[Turn], others: Sequence[tuple[int, int]], step: int
+    ) -> Probe | None:
+        """The next one, if there is somebody for whom enough was saved."""
+        self._needs = {}
+        ready = []
+        for way, i in others:
+            need = self._need(way, turns[i])
+            self._needs[way] = min(need, self._needs.get(way, need))
+            if self._allowances[way] >= need:
+                ready.append((way, i))
+        if not ready:
+            return None
+        way, i = min(ready, key=lambda each: self._waits(each[0], turns[each[1]], step))
+        self._ledgers[way].probed_at = step
+        return Probe(turns[i].request.id, way)
+
+    def _need(self, way: int, turn: Turn) -> float:
+        """Seconds that it takes to catch up with a request."""
+        ledger, request = self._ledgers[way], turn.request
+        if not ledger.reads:
+            return 0.0
+        return ledger.catch_up(len(request.tokens) - ledger.outlook(request).read)
 
     def of(self, way: int) -> Probe | None:
         """The probe that runs, if it is in this way."""
@@ -71,10 +103,17 @@ class Probes:
         probe = self.of(turn.way)
         return probe is not None and probe.request_id == turn.request.id
 
+    def replaces(self, turn: Turn) -> bool:
+        """Whether it is asked to find out about another way than the one that it would be asked in:
+        what becomes of such a draft says little about the others."""
+        return self.asks(turn) and self.probe is not None and self.probe.replaces
+
     def earn(self, seconds: float) -> None:
-        """A step took so long, of which a part is for probes. What was not spent is not saved up:
-        to be called behind `pay`."""
-        self.allowance = min(0.0, self.allowance + PROBES * seconds)
+        """A step took so long, of which a part is for probes. No more is saved up than the next of
+        them needs: to be called behind `pay`."""
+        for way, allowance in enumerate(self._allowances):
+            saved = allowance + self._share * seconds
+            self._allowances[way] = min(self._needs.get(way, 0.0), saved)
 
     def pay(self, turn: Turn, choice: Choice, requests: int, seconds: float, rows: float) -> None:
         """What was lost to find out: its drafting and rows or, where it took the place of a better
@@ -90,9 +129,9 @@ class Probes:
             seconds = max(0.0, seconds - ledger.rounds.seconds(requests - 1)[level])
         if probe.seconds:
             lost = (probe.worth - ledger.worths(turn.request)[level]) / choice.rate - probe.seconds
-            self.allowance -= seconds + max(0.0, lost)
+            self._allowances[probe.way] -= seconds + max(0.0, lost)
         else:
-            self.allowance -= seconds + rows
+            self._allowances[probe.way] -= seconds + rows
 
     def _waits(self, way: int, turn: Turn, step: int) -> tuple[int, float, int]:
         """Ways are probed in turns, with who has waited longest; those who read, with who has least

@@ -77,6 +77,11 @@ class Rounds:
             products = sum(product for product, _ in evidence) + DOUBT * (1 - FIXED)
             self._share = products / (sum(square for _, square in evidence) + DOUBT)
 
+    @property
+    def known(self) -> bool:
+        """Whether any round was seen."""
+        return any(level.count for level in self._levels)
+
     def seconds(self, requests: int) -> list[float]:
         """Seconds of a round for so many requests, at each level."""
         known = self._known.get(requests)
