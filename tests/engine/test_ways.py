@@ -92,7 +92,7 @@ def _write_off(plan: Plan) -> None:
     """From now on a network is expected to be no help to anybody."""
     everybody = plan._ledgers[BOTH].all
     for _ in range(2000):
-        everybody.expect([-1.0] * len(LEVELS), [1.0] * len(LEVELS))
+        everybody.expect(np.array([[[-1.0] * len(LEVELS), [1.0] * len(LEVELS)]]))
 
 
 def always(chance: float) -> Callable[[int, int], float]:
