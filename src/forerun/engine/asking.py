@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from forerun.core import Request
 from forerun.engine.ledger import Ledger
-from forerun.engine.outlook import Floats
-from forerun.engine.rounds import LEVELS
+from forerun.engine.rounds import LEVELS, Floats
 
 PROBE_LEVEL = LEVELS.index(4)
 
@@ -61,8 +60,8 @@ def improve(
     gains_LR = ledger.worths(list(requests.values())).T - so_far
     tokens_LR = np.sort(gains_LR, axis=1)[:, ::-1]  # the largest gain first
     tokens_LR[:, 0] += choice.tokens
-    fixed_L, each_L = ledger.rounds.lines
-    seconds_LR = fixed_L[:, None] + each_L[:, None] * np.arange(1, count + 1) + choice.seconds
+    rounds_LR = ledger.rounds.table(count)
+    seconds_LR = rounds_LR + choice.seconds
     if shares:
         shares_R = np.array([shares.get(i, 0.0) for i in places])
         seconds_LR -= shares_R[_order(gains_LR)].cumsum(axis=1)
@@ -71,7 +70,7 @@ def improve(
     if rates_LR[level, last] <= rate:
         return
     choice.levels[way] = level
-    share = float(fixed_L[level] / (last + 1) + each_L[level])
+    share = float(rounds_LR[level, last]) / (last + 1)
     gains = gains_LR[level].tolist()
     for r in _order(gains_LR[level])[: last + 1].tolist():
         i, gain = places[r], gains[r]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.core import Request
-from forerun.engine.outlook import FIRST, LONG_WINDOW, PRIOR, WINDOW, Floats, Outlook, Outlooks
-from forerun.engine.rounds import Rounds
+from forerun.engine.outlook import FIRST, LONG_WINDOW, PRIOR, WINDOW, Outlook, Outlooks
+from forerun.engine.rounds import Floats, Rounds
 
 STEADY = 4  # times as many drafts tell by how much one way is better than another,
 ALIKE = 8  # and what is known of all requests counts for so many times as many

@@ -17,11 +17,8 @@ from collections.abc import Collection
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
-from forerun.engine.rounds import LEVELS
-
-Floats = npt.NDArray[np.float64]
+from forerun.engine.rounds import LEVELS, Floats
 
 FIRST = 1 - 0.4 ** np.array(LEVELS)  # of a drafter never asked: worth trying out
 PRIOR = 4  # drafts of its own for which a request counts what is known of all

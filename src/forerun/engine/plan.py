@@ -7,7 +7,6 @@ the nodes at hand (`buying.py`). Decides about speed, never about text.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -119,17 +118,17 @@ class Plan:
     def _note(self, asked: Sequence[Turn]) -> None:
         """Those who are asked now, what they have to catch up with, and whether what it takes tells
         what rounds cost: few of them are asked for the first time or after a pause."""
-        newcomers: Counter[int] = Counter()
+        newcomers: list[int] = []  # their ways
         self._unread = {}
         for turn in asked:
             way, length = turn.way, len(turn.request.tokens)
             standing = self._ledgers[way].standing(turn.request)
             if standing.asked_at != self._step - 1:
-                newcomers[way] += 1
+                newcomers.append(way)
                 self._unread[way] = self._unread.get(way, 0) + length - standing.read
             standing.asked_at, standing.read = self._step, length
-        ways = Counter(turn.way for turn in asked)
-        self._usual = {way for way, count in ways.items() if FEW * newcomers[way] <= count}
+        ways = [turn.way for turn in asked]
+        self._usual = {way for way in set(ways) if FEW * newcomers.count(way) <= ways.count(way)}
 
     # ---- after drafting -------------------------------------------------------------------------
 

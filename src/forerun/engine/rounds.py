@@ -19,7 +19,7 @@ FIXED = 0.5  # share of a round that is the same for any number of requests, unt
 DOUBT = 0.25  # rounds' worth of evidence (relative variance of requests) that this guess weighs
 OFTEN = 8  # rounds at a level, after which what it costs is worked out anew only now and then
 
-Lines = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Rounds:
     def __init__(self) -> None:
         self._levels = [_Level() for _ in LEVELS]
         self._share = 1 - FIXED  # of a round that grows with the requests, at all levels
-        self._known: Lines | None = None
+        self._known: dict[int, Floats] = {}  # by requests
 
     def learn(self, level: int, requests: int, seconds: float) -> None:
         """A round took so long; level: index of its budget."""
@@ -81,31 +81,30 @@ class Rounds:
                 seconds = most
         each.learn(requests, seconds)
         if each.count < OFTEN or each.count % OFTEN == 0:
-            self._known = None
+            self._known.clear()
             evidence = [level.evidence for level in self._levels if level.count]
             products = sum(product for product, _ in evidence) + DOUBT * (1 - FIXED)
             self._share = products / (sum(square for _, square in evidence) + DOUBT)
 
-    @property
-    def lines(self) -> Lines:
-        """Seconds of a round for no request, and those for each, at each level.
-
-        Straight lines between the levels that are known, from nothing below the lowest of them;
-        above the highest, as much as for that.
-        """
-        if self._known is None:
-            nodes, fixed, each = [0], [0.0], [0.0]
-            for count, level in zip(LEVELS, self._levels, strict=True):
-                if level.count:
-                    line = level.line(self._share)
-                    nodes.append(count)
-                    fixed.append(line[0])
-                    each.append(line[1])
-            self._known = np.interp(LEVELS, nodes, fixed), np.interp(LEVELS, nodes, each)
-        return self._known
-
     def seconds(self, requests: int) -> list[float]:
         """Seconds of a round for so many requests, at each level."""
-        fixed_L, each_L = self.lines
-        seconds: list[float] = (fixed_L + requests * each_L).tolist()
+        seconds: list[float] = self.table(requests)[:, -1].tolist()
         return seconds
+
+    def table(self, requests: int) -> Floats:
+        """Seconds of rounds at each level for 1, 2, ... requests, [levels, requests]."""
+        known = self._known.get(requests)
+        if known is None:
+            known = self._known[requests] = self._work_out(requests)
+        return known
+
+    def _work_out(self, requests: int) -> Floats:
+        """Straight lines between the levels that are known, from nothing below the lowest of them;
+        above the highest, as much as for that."""
+        known = [
+            (nodes, level) for nodes, level in zip(LEVELS, self._levels, strict=True) if level.count
+        ]
+        places = [0, *(nodes for nodes, _ in known)]
+        lines = [(0.0, 0.0), *(level.line(self._share) for _, level in known)]
+        fixed_L, each_L = (np.interp(LEVELS, places, line) for line in zip(*lines, strict=True))
+        return fixed_L[:, None] + each_L[:, None] * np.arange(1, requests + 1)
