@@ -107,4 +107,5 @@ class Rounds:
         places = [0, *(nodes for nodes, _ in known)]
         lines = [(0.0, 0.0), *(level.line(self._share) for _, level in known)]
         fixed_L, each_L = (np.interp(LEVELS, places, line) for line in zip(*lines, strict=True))
-        return fixed_L[:, None] + each_L[:, None] * np.arange(1, requests + 1)
+        table_LR: Floats = fixed_L[:, None] + each_L[:, None] * np.arange(1, requests + 1)
+        return table_LR
