@@ -150,6 +150,7 @@ class Plan:
             taken = [1.0 if i == probed else trust for i, trust in enumerate(trusts)]
             bought = buy(self.costs, turns, taken, rows, spent)
             drafts, self._price, chances = bought.kept, bought.price, bought.likely
+        self._rows = rows + sum(map(len, drafts))
         if probed is not None:
             chances[probed] = likely(turns[probed].draft, trusts[probed], 0.0)
         self._look_forward(turns, chances)
