@@ -83,7 +83,7 @@ def test_costs_of_many_rows_are_corrected_against_those_of_few() -> None:
     assert costs.least(1) == pytest.approx(0.3 / 7, rel=0.1)
     for _ in range(200):
         costs.correct(8, costs.seconds([0], [8]), 0.3)
-    curve = costs.curve(100)
+    curve = costs.curve(0, 100)
     assert all(one <= more for one, more in pairwise(curve))
 
 

@@ -13,17 +13,21 @@ from forerun.engine.scheduler import NOTHING, Turn
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """kept: the parts of the drafts that are bought. price: tokens a further row must bring."""
+    """kept: the parts of the drafts that are bought. price: tokens a further row must bring.
+
+    likely: per turn, the nodes that may be worth a row somewhere, with their chances.
+    """
 
     kept: list[Draft]
     price: float
+    likely: list[dict[int, float]]
 
 
 def buy(
-    costs: Costs, turns: Sequence[Turn], chances: Sequence[list[float]], rows: int, spent: float
+    costs: Costs, turns: Sequence[Turn], trusts: Sequence[float], rows: int, spent: float
 ) -> Purchase:
-    """chances: of the nodes of each turn's draft. `rows` others are in the pass anyway, and `spent`
-    seconds were.
+    """trusts: accepted tokens for each that a turn's draft promises. `rows` others are in the pass
+    anyway, and `spent` seconds were.
 
     With the n likeliest nodes a pass brings E(n) tokens in T(n) seconds; n maximises E / T.
     A node never survives without its parent, so any n likeliest nodes are whole trees.
@@ -33,49 +37,54 @@ def buy(
     drafts = [turn.draft for turn in turns]
     drawn = [draft.probs_NV is not None for draft in drafts]
     rows += sum(len(draft) for draft, whole in zip(drafts, drawn, strict=True) if whole)
-    tokens, seconds = float(len(turns)), plain_seconds(costs, turns) + spent
+    prefixes = [turn.request.cached for turn in turns]
+    tokens, seconds = float(len(turns)), costs.plain(prefixes) + spent
     best, count = tokens / seconds, 0
-    # What is less likely raises the rate at no place.
-    least = best * costs.least(rows)
-    nodes = sorted(
-        (-chance, i, node)
-        for i, whole in enumerate(drawn)
-        if not whole
-        for node, chance in enumerate(chances[i])
-        if chance >= least
-    )
-    factor, curve = costs.factor, costs.curve(rows + len(nodes) + 1)
-    keys = [costs.row_key * turn.request.cached for turn in turns]
-    seconds -= factor * curve[rows]
+    least = best * costs.least(rows)  # what is less likely raises the rate at no place
+    found = [
+        likely(draft, trust, 0.0 if whole else least)
+        for draft, trust, whole in zip(drafts, trusts, drawn, strict=True)
+    ]
+    nodes = [
+        (i, node) for i, whole in enumerate(drawn) if not whole and found[i] for node in found[i]
+    ]
+    chances = [chance for i, whole in enumerate(drawn) if not whole for chance in found[i].values()]
+    # The likeliest first; of those that are as likely, the first.
+    order = sorted(range(len(nodes)), key=chances.__getitem__, reverse=True)
+    factor, curve = costs.factor, costs.curve(rows, rows + len(nodes) + 1)
+    keys = [costs.row_key * prefix for prefix in prefixes]
+    seconds -= factor * curve[0]
     total = 0.0
-    for n, (minus_chance, i, _) in enumerate(nodes, 1):
-        tokens -= minus_chance
-        total += keys[i]
-        rate = tokens / (seconds + factor * (curve[rows + n] + total))
+    for n, place in enumerate(order, 1):
+        tokens += chances[place]
+        total += keys[nodes[place][0]]
+        rate = tokens / (seconds + factor * (curve[n] + total))
         if rate > best:
             best, count = rate, n
-    row = curve[rows + count + 1] - curve[rows + count] + sum(keys) / len(keys)
-    kept: list[list[int]] = [[] for _ in drafts]
-    for _, i, node in nodes[:count]:
-        kept[i].append(node)
-    parts = [
-        draft if whole else prune(draft, part) if part else NOTHING
-        for draft, whole, part in zip(drafts, drawn, kept, strict=True)
+    row = curve[count + 1] - curve[count] + sum(keys) / len(keys)
+    bought: dict[int, list[int]] = {}
+    for place in order[:count]:
+        i, node = nodes[place]
+        bought.setdefault(i, []).append(node)
+    kept = [
+        draft if whole else prune(draft, bought[i]) if i in bought else NOTHING
+        for i, (draft, whole) in enumerate(zip(drafts, drawn, strict=True))
     ]
-    return Purchase(parts, best * factor * row)
+    return Purchase(kept, best * factor * row, found)
 
 
-def plain_seconds(costs: Costs, turns: Sequence[Turn]) -> float:
-    """Seconds of a pass over the last tokens of these alone: what prompts take in the same pass is
-    spent anyway."""
-    return costs.seconds([turn.request.cached for turn in turns], [1] * len(turns))
+def likely(draft: Draft, trust: float, least: float) -> dict[int, float]:
+    """The nodes whose chance to survive is `least` or more, each with its chance.
 
-
-def survivals(draft: Draft) -> list[float]:
-    """Survival per node, no larger than the parent's even where a drafter rounds badly."""
-    found: list[float] = []
-    for parent, chance in zip(draft.parents, draft.survival, strict=True):
-        if parent >= 0 and found[parent] < chance:
-            chance = found[parent]
-        found.append(chance)
+    That is what the draft promises as far as it is trusted, no larger than the parent's even where
+    a drafter rounds badly; and nothing is likelier than certain.
+    """
+    parents, survival = draft.parents, draft.survival
+    found = {-1: 1.0}
+    for node in [node for node, chance in enumerate(survival) if trust * chance >= least]:
+        above = found.get(parents[node])
+        if above is not None:
+            chance = trust * survival[node]
+            found[node] = chance if chance < above else above
+    del found[-1]
     return found

@@ -68,15 +68,12 @@ class Costs:
         )
         self._bends = [1.0] * len(self._places)
         self._seconds = self._measured
-        self._curve: list[float] = []
         self.sequence, self.key, self.row_key = sequence, key, row_key
         self.factor = 1.0
         self._learns = learns
 
     def __getitem__(self, rows: int) -> float:
         """Seconds of so many rows of one sequence without a prefix."""
-        if rows < len(self._curve):
-            return self.factor * self._curve[rows]
         right, share = self._between(rows)
         fewer, more = self._seconds[right - 1 : right + 1]
         return self.factor * (fewer + share * (more - fewer))
@@ -89,15 +86,11 @@ class Costs:
         fewer, more = places[right - 1 : right + 1]
         return right, max(0, rows - fewer) / (more - fewer)
 
-    def curve(self, rows: int) -> list[float]:
-        """The same before it is multiplied by `factor`, for all rows from 0 on up to `rows`, at
-        least."""
-        if rows >= len(self._curve):
-            curve: list[float] = np.interp(
-                np.arange(2 * rows + 64), self._places, self._seconds
-            ).tolist()
-            self._curve = curve
-        return self._curve
+    def curve(self, first: int, last: int) -> list[float]:
+        """The same before it is multiplied by `factor`, for all rows from `first` to `last`."""
+        rows = np.arange(first, last + 1)
+        curve: list[float] = np.interp(rows, self._places, self._seconds).tolist()
+        return curve
 
     def least(self, rows: int) -> float:
         """Seconds that a row costs at least, where there are `rows` already."""
@@ -120,6 +113,10 @@ class Costs:
         beside = self.sequence * (len(rows) - 1) + self.key * sum(prefixes)
         return self[sum(rows)] + self.factor * (beside + self.row_key * row_keys)
 
+    def plain(self, prefixes: Sequence[int]) -> float:
+        """Seconds of a pass over one row of each sequence."""
+        return self.seconds(prefixes, [1] * len(prefixes))
+
     def correct(self, rows: int, predicted: float, measured: float) -> None:
         """Learn from a step with so many rows. The engine's own work for a step comes in here, too.
 
@@ -135,7 +132,6 @@ class Costs:
             self._bends[i] = min(BENT, max(1 / BENT, self._bends[i] * step**weight))
         self._bends[-1] = self._bends[-2]
         self._seconds = list(accumulate(map(mul, self._measured, self._bends), max))
-        self._curve = []
 
 
 def loads(slots: int) -> list[Load]:

@@ -189,11 +189,13 @@ class Engine:
         """Ask the drafter for those whose tokens all lie in the store but the last."""
         if not self.drafter:
             return
+        batch.clock.lap("draft")
         if self.drafter.taps:
             for turn in batch.turns:
                 turn.followed = self.plan.follows(turn.request)
         turns = [turn for turn in batch.turns if turn.decoding]
         budgets = self.plan.budgets(turns, batch.rows_left)
+        batch.clock.lap("plan")
         for turn, budget in zip(turns, budgets, strict=True):
             turn.budget = self._make_room(turn, budget)
         batch.clock.lap("draft")
@@ -318,6 +320,10 @@ class Engine:
         """
         seconds = batch.clock.seconds
         step_seconds, predicted = batch.clock.total, batch.predicted_seconds
+        if self.drafter:
+            self.plan.learn(batch.asked, seconds["draft"], step_seconds, predicted)
+            batch.clock.lap("plan")
+            step_seconds = batch.clock.total
         missed = abs(step_seconds - seconds["draft"] - predicted) if predicted else 0.0
         total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         for turn in batch.turns:
@@ -325,8 +331,6 @@ class Engine:
                 share = (turn.rows + len(turn.draft)) / total
                 stats = self._generations[turn.request.id].stats
                 stats.spend(share, seconds, step_seconds, predicted, missed)
-        if self.drafter:
-            self.plan.learn(batch.asked, seconds["draft"], step_seconds, predicted)
         for turn in batch.turns:
             if turn.request.finish_reason:
                 self._end(turn.request)

@@ -7,12 +7,13 @@ the nodes at hand (`buying.py`). Decides about speed, never about text.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from forerun.core import Draft, Request
 from forerun.engine.asking import Choice, improve
-from forerun.engine.buying import buy, plain_seconds, survivals
+from forerun.engine.buying import buy, likely
 from forerun.engine.costs import Costs
 from forerun.engine.following import Following
 from forerun.engine.ledger import Ledger
@@ -73,7 +74,9 @@ class Plan:
         if not any(able) or not rows_left:
             return budgets
         self._step += 1
-        self._choice = choice = Choice(float(len(turns)), plain_seconds(self.costs, turns))
+        self._choice = choice = Choice(
+            float(len(turns)), self.costs.plain([turn.request.cached for turn in turns])
+        )
         for way, places in enumerate(able):
             if places and self._ledgers[way].tried:
                 requests = {i: turns[i].request for i in places}
@@ -117,17 +120,17 @@ class Plan:
     def _note(self, asked: Sequence[Turn]) -> None:
         """Those who are asked now, what they have to catch up with, and whether what it takes tells
         what rounds cost: few of them are asked for the first time or after a pause."""
-        newcomers: Counter[int] = Counter()
+        newcomers: list[int] = []  # their ways
         self._unread = {}
         for turn in asked:
             way, length = turn.way, len(turn.request.tokens)
-            outlook = self._ledgers[way].outlook(turn.request)
-            if outlook.asked_at != self._step - 1:
-                newcomers[way] += 1
-                self._unread[way] = self._unread.get(way, 0) + length - outlook.read
-            outlook.asked_at, outlook.read = self._step, length
-        ways = Counter(turn.way for turn in asked)
-        self._usual = {way for way, count in ways.items() if FEW * newcomers[way] <= count}
+            standing = self._ledgers[way].standing(turn.request)
+            if standing.asked_at != self._step - 1:
+                newcomers.append(way)
+                self._unread[way] = self._unread.get(way, 0) + length - standing.read
+            standing.asked_at, standing.read = self._step, length
+        ways = [turn.way for turn in asked]
+        self._usual = {way for way in set(ways) if FEW * newcomers.count(way) <= ways.count(way)}
 
     # ---- after drafting -------------------------------------------------------------------------
 
@@ -139,25 +142,37 @@ class Plan:
         show whether that is still so.
         """
         drafts = [turn.draft for turn in turns]
-        promised = [survivals(draft) for draft in drafts]
-        believed = [
-            self._trust_in(turn.request).correct(each)
-            for turn, each in zip(turns, promised, strict=True)
-        ]
-        if any(promised):
-            chances = [
-                taken if self._probes.asks(turn) else trusted
-                for turn, taken, trusted in zip(turns, promised, believed, strict=True)
-            ]
-            bought = buy(self.costs, turns, chances, rows, spent)
-            drafts, self._price = bought.kept, bought.price
+        honesty = self._trust.honesty
+        trusts = [self._trust_in(turn.request).believe(honesty) for turn in turns]
+        probed = None
+        if self._probes.probe:
+            probed = next((i for i, turn in enumerate(turns) if self._probes.asks(turn)), None)
+        chances: list[dict[int, float]] = [{}] * len(turns)
+        if any(drafts):
+            taken = [1.0 if i == probed else trust for i, trust in enumerate(trusts)]
+            bought = buy(self.costs, turns, taken, rows, spent)
+            drafts, self._price, chances = bought.kept, bought.price, bought.likely
         self._rows = rows + sum(map(len, drafts))
-        for turn, trusted in zip(turns, believed, strict=True):
-            if turn.budget:
-                whole = turn.draft.probs_NV is not None
-                worths, passes = appraise(trusted, turn.budget, whole, self._price)
-                self._ledgers[turn.way].expect(turn.request, worths, passes)
+        if probed is not None:
+            chances[probed] = likely(turns[probed].draft, trusts[probed], 0.0)
+        self._look_forward(turns, chances)
         return drafts
+
+    def _look_forward(self, turns: Sequence[Turn], chances: Sequence[dict[int, float]]) -> None:
+        """Learn from what drafts promise, as far as they are trusted."""
+        groups: dict[int, list[Turn]] = {}
+        outlooks: dict[int, list[float]] = {}
+        for turn, each in zip(turns, chances, strict=True):
+            if turn.budget:
+                draft = turn.draft
+                whole = draft.probs_NV is not None
+                groups.setdefault(turn.way, []).append(turn)
+                outlooks.setdefault(turn.way, []).extend(
+                    appraise(each.values(), len(draft), turn.budget, whole, self._price)
+                )
+        for way, group in groups.items():
+            outlooks_RX = np.array(outlooks[way]).reshape(len(group), 2, -1)
+            self._ledgers[way].expect([turn.request for turn in group], outlooks_RX)
 
     def predict(self, turns: Sequence[Turn]) -> float:
         """Seconds that a step takes beside drafting; 0 where it reads prompts, too."""
