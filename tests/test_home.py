@@ -21,11 +21,15 @@ def test_the_environment_moves_the_cache(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "file"
-    with written_whole(file) as fresh:
-        fresh.write_text("old")
-    with pytest.raises(OSError, match="full"), written_whole(file) as fresh:
-        fresh.write_text("half of the n")
-        assert file.read_text() == "old"
-        raise OSError("full")
+
+    def write(text: str, room: int) -> None:
+        with written_whole(file) as fresh:
+            fresh.write_text(text[:room])
+            if room < len(text):
+                raise OSError("full")
+
+    write("old", 9)
+    with pytest.raises(OSError, match="full"):
+        write("something new", 9)
     assert file.read_text() == "old"
     assert [entry.name for entry in file.parent.iterdir()] == ["file"]

@@ -92,7 +92,7 @@ class Probes:
         ledger, request = self._ledgers[way], turn.request
         if not ledger.reads:
             return 0.0
-        return ledger.catch_up(len(request.tokens) - ledger.outlook(request).read)
+        return ledger.catch_up(len(request.tokens) - ledger.standing(request).read)
 
     def of(self, way: int) -> Probe | None:
         """The probe that runs, if it is in this way."""
