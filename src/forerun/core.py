@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 
-# The parts of a step whose time is told; `draft` includes what the drafter learns afterwards.
+# The parts of a step whose time is told; `draft` includes what the drafter learns afterwards,
+# `plan` whom it is asked for and what the plan learns.
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "commit", "emit")
 SECONDS = {phase: intern(f"{phase}_seconds") for phase in PHASES}  # where `StepStats` has it
 BINS = 10  # of survival, from 0 to 1

@@ -240,6 +240,18 @@ def test_long_pauses_do_not_pile_up_features(
     assert chances(session.propose(asked)) == pytest.approx(expected, abs=1e-5)
 
 
+def test_what_is_no_longer_followed_takes_no_memory(target: LoadedModel, eagle3: Path) -> None:
+    session = Session(target, f"eagle3:{eagle3},min_prob=0")
+    asked = session.start(PROMPT)
+    store = session.drafter._runner.store
+    assert session.propose(asked)
+    assert store.free_slots < store.slots
+    session.drafter.unfollow(asked)
+    assert session.propose(asked) == Draft()
+    assert store.free_slots == store.slots
+    session.drafter.unfollow(asked)  # as in every step from now on
+
+
 def test_after_preemption_it_starts_again(target: LoadedModel, eagle3: Path) -> None:
     session = Session(target, f"eagle3:{eagle3},min_prob=0")
     asked = session.start(PROMPT)

@@ -195,6 +195,10 @@ def test_a_pause_is_caught_up_and_a_release_forgets(models: Models) -> None:
     assert list(drafting.propose(drafter, given).tokens) == (
         models.expected(PROMPT).argmax(-1).tolist()
     )
+    drafter.unfollow(given)
+    assert drafting.propose(drafter, given) == Draft()
+    feed(drafter, models, given)
+    assert drafting.propose(drafter, given).tokens
     drafter.release(given)
     assert drafting.propose(drafter, given) == Draft()
     feed(drafter, models, given)  # preempted and computed anew

@@ -440,12 +440,17 @@ def test_costs_are_measured_when_there_is_a_drafter() -> None:
 def test_seconds_are_shared_among_those_who_decode() -> None:
     engine = fake_engine(RULE, right(RULE))
     streams = [engine.add([i, 1], greedy(20))[0] for i in range(3)]
-    while engine.busy:
-        engine.step()
+    emitted = 0
+    for step in range(99):
+        if step == 3:
+            engine.abort(streams[1].request.id)
+        emitted += sum(len(delta.token_ids) for delta in engine.step())
+    assert not engine.busy
     for name in ("draft_seconds", "forward_seconds", "step_seconds"):
         total = sum(getattr(generation.stats, name) for generation in streams)
         assert total == pytest.approx(getattr(engine.stats, name))
         assert total > 0
+    assert engine.stats.emitted_tokens == emitted < 60
 
 
 def test_nothing_to_do_is_no_step() -> None:

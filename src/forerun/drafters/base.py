@@ -108,5 +108,9 @@ class Drafter(ABC):
         than until the next ones come.
         """
 
+    def unfollow(self, request: Request) -> None:  # noqa: B027, most read none
+        """No more hidden states of the request will come: forget those that are kept. Called in
+        every step of such a request."""
+
     def release(self, request: Request) -> None:  # noqa: B027, most keep no state
         """The request has ended (or was put back in the queue): forget its state."""

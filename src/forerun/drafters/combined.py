@@ -56,6 +56,10 @@ class Combined(Drafter):
         wanted = [list(self.taps).index(tap) for tap in drafter.taps]
         return [each_RTD[:, wanted] for each_RTD in taps]
 
+    def unfollow(self, request: Request) -> None:
+        for drafter in self.drafters:
+            drafter.unfollow(request)
+
     def release(self, request: Request) -> None:
         for drafter in self.drafters:
             drafter.release(request)

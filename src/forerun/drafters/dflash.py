@@ -123,6 +123,9 @@ class DFlashDrafter(ParallelDrafter):
             if context and context.unsettled >= WAITING and self._has_room(request, context):
                 self._settle([context])
 
+    def unfollow(self, request: Request) -> None:
+        self._forget(request)
+
     def release(self, request: Request) -> None:
         self._forget(request)
         self._calibration.forget(request)

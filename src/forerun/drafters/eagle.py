@@ -155,6 +155,9 @@ class EagleDrafter(Drafter):
                 else:
                     self._forget(request)
 
+    def unfollow(self, request: Request) -> None:
+        self._forget(request)
+
     def release(self, request: Request) -> None:
         self._forget(request)
         self._calibration.forget(request)

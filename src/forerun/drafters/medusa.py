@@ -113,6 +113,9 @@ class Medusa(ParallelDrafter):
             self._calibration.settle(request)
             self._taps[request.id] = taps_RTC.contiguous()
 
+    def unfollow(self, request: Request) -> None:
+        self._taps.pop(request.id, None)
+
     def release(self, request: Request) -> None:
         self._taps.pop(request.id, None)
         self._calibration.forget(request)

@@ -193,6 +193,8 @@ class Engine:
         if self.drafter.taps:
             for turn in batch.turns:
                 turn.followed = self.plan.follows(turn.request)
+                if not turn.followed:
+                    self.drafter.unfollow(turn.request)
         turns = [turn for turn in batch.turns if turn.decoding]
         budgets = self.plan.budgets(turns, batch.rows_left)
         batch.clock.lap("plan")
@@ -320,11 +322,11 @@ class Engine:
         """
         seconds = batch.clock.seconds
         step_seconds, predicted = batch.clock.total, batch.predicted_seconds
+        missed = abs(step_seconds - seconds["draft"] - predicted) if predicted else 0.0
         if self.drafter:
             self.plan.learn(batch.asked, seconds["draft"], step_seconds, predicted)
             batch.clock.lap("plan")
             step_seconds = batch.clock.total
-        missed = abs(step_seconds - seconds["draft"] - predicted) if predicted else 0.0
         total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         for turn in batch.turns:
             if turn.decoding:

@@ -38,10 +38,10 @@ class Ledger:
         self.reads = reads
         self.rounds = Rounds()
         self._base = base
-        self._steady, self._alike = (STEADY, ALIKE) if base else (1, 1)
+        steady, alike = (STEADY, ALIKE) if base else (1, 1)
         first = np.zeros_like(FIRST) if base else FIRST
-        self.all = Outlook(first, ALIKE * PRIOR if base else 1, self._steady * LONG_WINDOW)
-        self._outlooks = Outlooks(self.all, self._alike * PRIOR, self._steady * WINDOW)
+        self.all = Outlook(first, ALIKE * PRIOR if base else 1, steady * LONG_WINDOW)
+        self._outlooks = Outlooks(self.all, alike * PRIOR, steady * WINDOW)
         self._standings: dict[int, Standing] = {}  # by request
         self.probed_at = -1  # the last step in which it was asked for only to find out
         self.catch_ups = 0  # seen

@@ -93,8 +93,8 @@ class Plan:
             budgets[i] = min(nodes, limits[i], rows_left // len(places))
         self._note([turns[i] for i in places])
         followed = self._reads and any(turn.followed for turn in turns)
-        if not places and not followed:
-            self._resting, self._rest = [turn.request.id for turn in turns], REST
+        self._rest = 0 if places or followed else REST
+        self._resting = [turn.request.id for turn in turns]
         return budgets
 
     def _rests(self, turns: Sequence[Turn]) -> bool:
@@ -213,10 +213,11 @@ class Plan:
         """What a probe takes longer in its first step than in its second is catching up."""
         ledger, level, probe = self._ledgers[way], self._choice.level(way), self._probes.of(way)
         if way in self._usual:
-            ledger.rounds.learn(level, requests, seconds)
             if probe and probe.first:
-                ledger.learn_catch_up(probe.unread, probe.first - seconds)
+                if ledger.rounds.known:  # else much was done in it that is done only once
+                    ledger.learn_catch_up(probe.unread, probe.first - seconds)
                 probe.first = 0.0
+            ledger.rounds.learn(level, requests, seconds)
         elif probe:
             probe.first, probe.unread = seconds, self._unread[way]
         elif ledger.catch_ups:

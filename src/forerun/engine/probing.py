@@ -127,7 +127,7 @@ class Probes:
         ledger, level = self._ledgers[probe.way], choice.level(probe.way)
         if requests > 1:
             seconds = max(0.0, seconds - ledger.rounds.seconds(requests - 1)[level])
-        if probe.seconds:
+        if probe.replaces:
             worth = float(ledger.worths([turn.request])[0, level])
             lost = (probe.worth - worth) / choice.rate - probe.seconds
             self._allowances[probe.way] -= seconds + max(0.0, lost)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class ShuffleBuffer:
-    """Keeps `size` rows. As many leave as come in, drawn from those that were kept and the new
-    ones; until it is full, what leaves also stays."""
+    """Keeps `size` rows. As many leave as come in, drawn from those that were kept, and the new
+    ones take their places; until it is full, what leaves also stays."""
 
     def __init__(self, size: int) -> None:
         self._size = size

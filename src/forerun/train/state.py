@@ -12,6 +12,7 @@ Files are replaced as a whole, so that a kill leaves the old or the new ones.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -102,6 +103,8 @@ class Folder:
 
     def claim(self, facts: Mapping[str, Any]) -> None:
         """Make the folder this run's."""
+        for left in self.path.glob("**/.new-*"):  # a kill interrupted it being written
+            shutil.rmtree(left)
         self._record({**facts, "finished": False})
 
     def save(

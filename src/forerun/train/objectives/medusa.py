@@ -89,11 +89,12 @@ class MedusaObjective(Objective):
         read_SN = (row_N - reach_S1).clamp(min=0)
         labels_N = self._known_V[batch.tokens_BR[sequence_N, row_N + 1]]
         read_SNC = states_BRC.to(compute_dtype(device))[sequence_N, read_SN]
-        teacher_NC = batch.final_BRC[sequence_N, row_N]
+        teacher = [] if hard else [batch.final_BRC[sequence_N, row_N]]
         if shuffle:
-            mixed = shuffle([read_SNC.transpose(0, 1), valid_SN.t(), labels_N, teacher_NC])
-            read_SNC, valid_SN = mixed[0].transpose(0, 1), mixed[1].t()
-            labels_N, teacher_NC = mixed[2:]
+            read_NSC, valid_NS, labels_N, *teacher = shuffle(
+                [read_SNC.transpose(0, 1), valid_SN.t(), labels_N, *teacher]
+            )
+            read_SNC, valid_SN = read_NSC.transpose(0, 1), valid_NS.t()
         states_SNC = torch.stack(
             [module(read_NC) for module, read_NC in zip(modules, read_SNC, strict=True)]
         ).to(self._teacher_head.weight_UC.dtype)
@@ -103,7 +104,7 @@ class MedusaObjective(Objective):
             rows = hard_cross_entropy(states_SNC, self._teacher_head, weights_SN, labels_N)
         else:
             rows = soft_cross_entropy(
-                states_SNC, self._teacher_head, teacher_NC, self._teacher_head, weights_SN, labels_N
+                states_SNC, self._teacher_head, teacher[0], self._teacher_head, weights_SN, labels_N
             )
         count, heads = weights_SN.sum(), slice(1 - first, None)
         return Loss(
