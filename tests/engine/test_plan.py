@@ -238,7 +238,8 @@ class World:
                 self.tokens += 1 + accepted
             passed = self.plan.costs[sum(1 + len(each.draft) for each in turns)]
             asked = [each for each in turns if each.budget]
-            self.plan.learn(asked, spent, spent + passed, self.plan.predict(turns))
+            rows = sum(1 + len(each.draft) for each in turns)
+            self.plan.learn(asked, rows, spent, spent + passed, self.plan.predict(turns))
             self.drafted += spent
             self.seconds += spent + passed
         return self
@@ -291,6 +292,14 @@ def test_a_plan_that_asks_nobody_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(plan, lambda _: 0.0, round=lambda *_: 1.0).run(1000)
     assert world.share_asked > 0, "it is looked at again all the same"
     assert len(weighed) < 1000 / REST + 100
+
+
+def test_a_probe_is_not_cut_in_half_by_a_rest() -> None:
+    """Only its second step tells what a round takes."""
+    world = World(Plan(TENTH, reads=[False]), lambda _: 0.0, round=lambda *_: 0.1).run(3000)
+    asked = [step for step, (budget,) in enumerate(world.asked) if budget and step > 200]
+    assert len(asked) > 10
+    assert all({step - 1, step + 1} & {*asked} for step in asked[1:-1])
 
 
 def test_a_slow_drafter_is_not_asked_however_good() -> None:
@@ -365,7 +374,7 @@ def test_a_static_plan_checks_all_and_always_asks() -> None:
     assert keep(plan, hopeless) == [hopeless]
     for _ in range(100):
         assert plan.budgets([turn()], rows_left=40) == [40]
-        plan.learn([turn(hopeless)], 9.0, 10.0, 0.0)
+        plan.learn([turn(hopeless)], 5, 9.0, 10.0, 0.0)
 
 
 # ---- what is expected ---------------------------------------------------------------------------
@@ -415,7 +424,7 @@ def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -
     modest.verdict = Verdict([0], 7)
     for _ in range(20):
         plan.keep([modest], 1, 0.0)
-        plan.learn([modest], 0.0, 10.0, 10.0)
+        plan.learn([modest], 2, 0.0, 10.0, 10.0)
     assert plan._trust_in(modest.request).honesty > 1.15
     (worths,) = plan._ledgers[0].worths([modest.request])
     assert all(worth <= nodes for worth, nodes in zip(worths, LEVELS, strict=True))

@@ -37,6 +37,7 @@ class World:
 
     chances: tuple[Callable[[int, int], float], Callable[[int, int], float]]
     network: float
+    once: float = 0.0  # further seconds of its first round
     requests: int = 1
     followed: bool = True
     plan: Plan = field(default_factory=lambda: Plan(COSTS, [False, True]))
@@ -59,7 +60,8 @@ class World:
                     each.drafting = 0.1
             spent = 0.1 * len(asked)
             if readers := [each for each in asked if each.way == BOTH]:
-                spent += self.network * (1 + len(readers)) / 2
+                spent += self.network * (1 + len(readers)) / 2 + self.once
+                self.once = 0.0
                 for each in readers:
                     each.drafting += self.network * (1 + 1 / len(readers)) / 2
             kept = self.plan.keep(turns, len(turns), spent) if asked else []
@@ -70,8 +72,9 @@ class World:
                 each.verdict = Verdict(range(int(np.cumprod(right).sum())), 7)
             self.asked.append([each.way if each.budget else None for each in turns])
             self.tokens.append(sum(1 + len(each.verdict.path) for each in turns if each.verdict))
-            self.took.append(spent + COSTS[sum(1 + len(each.draft) for each in turns)])
-            self.plan.learn(asked, spent, self.took[-1], self.plan.predict(turns))
+            rows = sum(1 + len(each.draft) for each in turns)
+            self.took.append(spent + COSTS[rows])
+            self.plan.learn(asked, rows, spent, self.took[-1], self.plan.predict(turns))
         return self
 
     def share(self, way: int, first: int = 0, last: int | None = None, id: int = 0) -> float:
@@ -176,6 +179,11 @@ def test_a_network_is_not_asked_in_earnest_before_a_probe(probed: bool) -> None:
     assert (world.share(BOTH) > 0.8) == probed
     assert probed or world.share(COUNTS) == 1
     assert world.plan.follows(_request(101))
+
+
+def test_what_a_network_does_only_once_is_not_taken_for_catching_up() -> None:
+    world = World((always(0.3), always(0.95)), network=0.1, once=5.0).run(4000)
+    assert world.share(BOTH, 3000) > 0.8
 
 
 def test_hidden_states_are_kept_only_while_a_network_is_asked() -> None:

@@ -65,7 +65,12 @@ class Choices(Plan):
         return self._plan.predict(turns)
 
     def learn(
-        self, asked: Sequence[Turn], draft_seconds: float, step_seconds: float, predicted: float
+        self,
+        asked: Sequence[Turn],
+        rows: int,
+        draft_seconds: float,
+        step_seconds: float,
+        predicted: float,
     ) -> None:
         told = sum(turn.drafting for turn in asked)
         rest = step_seconds - draft_seconds
@@ -74,7 +79,7 @@ class Choices(Plan):
             drafting = sum(turn.drafting for turn in group)
             part = draft_seconds * (drafting / told if told else len(group) / max(1, len(asked)))
             # The costs are the same: they learn once.
-            self._of(name).learn(group, part, rest + part, 0.0 if name else predicted)
+            self._of(name).learn(group, rows, part, rest + part, 0.0 if name else predicted)
 
     def forget(self, request: Request) -> None:
         self._of(request.params.speculation.draft).forget(request)

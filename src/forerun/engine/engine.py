@@ -323,11 +323,11 @@ class Engine:
         seconds = batch.clock.seconds
         step_seconds, predicted = batch.clock.total, batch.predicted_seconds
         missed = abs(step_seconds - seconds["draft"] - predicted) if predicted else 0.0
+        total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         if self.drafter:
-            self.plan.learn(batch.asked, seconds["draft"], step_seconds, predicted)
+            self.plan.learn(batch.asked, total, seconds["draft"], step_seconds, predicted)
             batch.clock.lap("plan")
             step_seconds = batch.clock.total
-        total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         for turn in batch.turns:
             if turn.decoding:
                 share = (turn.rows + len(turn.draft)) / total

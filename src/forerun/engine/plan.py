@@ -46,7 +46,6 @@ class Plan:
         self._usual: set[int] = set()  # ways whose rounds take as long as they usually do
         self._unread: dict[int, int] = {}  # tokens to catch up with in this step, by way
         self._step = 0
-        self._rows = 0  # of the last pass
         self._resting: list[int] = []  # requests for none of whom it paid to ask,
         self._rest = 0  # and for so many further steps they are not asked
         self._price = 0.0  # tokens that a further row must bring, as of the last step
@@ -152,7 +151,6 @@ class Plan:
             taken = [1.0 if i == probed else trust for i, trust in enumerate(trusts)]
             bought = buy(self.costs, turns, taken, rows, spent)
             drafts, self._price, chances = bought.kept, bought.price, bought.likely
-        self._rows = rows + sum(map(len, drafts))
         if probed is not None:
             chances[probed] = likely(turns[probed].draft, trusts[probed], 0.0)
         self._look_forward(turns, chances)
@@ -179,17 +177,21 @@ class Plan:
         if not all(turn.decoding for turn in turns):
             return 0.0
         rows = [1 + len(turn.draft) for turn in turns]
-        self._rows = sum(rows)
         return self.costs.seconds([turn.request.cached for turn in turns], rows)
 
     # ---- after the step -------------------------------------------------------------------------
 
     def learn(
-        self, asked: Sequence[Turn], draft_seconds: float, step_seconds: float, predicted: float
+        self,
+        asked: Sequence[Turn],
+        rows: int,
+        draft_seconds: float,
+        step_seconds: float,
+        predicted: float,
     ) -> None:
         """Compare with what was expected. predicted: what `predict` said of the step."""
         if predicted:
-            self.costs.correct(self._rows, predicted, step_seconds - draft_seconds)
+            self.costs.correct(rows, predicted, step_seconds - draft_seconds)
         for turn in asked:
             if turn.draft and not self._probes.replaces(turn):
                 assert turn.verdict
@@ -205,7 +207,7 @@ class Plan:
             for turn in group:
                 if self._probes.asks(turn):
                     seconds = part * draft_seconds
-                    rows_took = self.costs.further(self._rows, turn.request.cached, len(turn.draft))
+                    rows_took = self.costs.further(rows, turn.request.cached, len(turn.draft))
                     self._probes.pay(turn, self._choice, len(group), seconds, rows_took)
         self._probes.earn(step_seconds)
 

@@ -33,6 +33,11 @@ class Static(Plan):
         return 0.0
 
     def learn(
-        self, asked: Sequence[Turn], draft_seconds: float, step_seconds: float, predicted: float
+        self,
+        asked: Sequence[Turn],
+        rows: int,
+        draft_seconds: float,
+        step_seconds: float,
+        predicted: float,
     ) -> None:
         """Nothing: every request is asked for in every step."""

@@ -98,10 +98,12 @@ def replay(
         spent = _draft(plan, running, turns, table)
         predicted = plan.predict(turns)
         prefixes = [turn.request.cached for turn in turns]
-        passed = costs.seconds(prefixes, [1 + len(turn.draft) for turn in turns])
+        rows = [1 + len(turn.draft) for turn in turns]
+        passed = costs.seconds(prefixes, rows)
         for turn in turns:
             _verify(turn, result.stats)
-        plan.learn([turn for turn in turns if turn.budget], spent, spent + passed, predicted)
+        asked = [turn for turn in turns if turn.budget]
+        plan.learn(asked, sum(rows), spent, spent + passed, predicted)
         result.seconds += spent + passed
         for stream in running:
             if not stream.request.remaining:
