@@ -348,10 +348,10 @@ def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)
     plan._probes._allowances = [-1.0]  # no probes for now
     assert plan.budgets([turn(id=99)], 64) == [0]
-    assert 99 in plan._ledgers[0]._standings
+    assert 99 in plan._ledgers[0]._outlooks
     plan.follows(request(99))
     plan.forget(request(99))
-    assert 99 not in plan._ledgers[0]._standings
+    assert 99 not in plan._ledgers[0]._outlooks
     assert 99 not in plan._following._standings
 
 
@@ -384,8 +384,7 @@ def weigh(
     survival: Sequence[float], budget: int = 64, whole: bool = False, price: float = 0.1
 ) -> tuple[list[float], list[float]]:
     """Worths and passes, at each level."""
-    found = appraise(survival, len(survival), budget, whole, price)
-    return found[: len(LEVELS)], found[len(LEVELS) :]
+    return appraise(survival, len(survival), budget, whole, price)
 
 
 def one(survival: Sequence[float], budget: int = 64, whole: bool = False) -> list[float]:
@@ -426,7 +425,7 @@ def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -
         plan.keep([modest], 1, 0.0)
         plan.learn([modest], 2, 0.0, 10.0, 10.0)
     assert plan._trust_in(modest.request).honesty > 1.15
-    (worths,) = plan._ledgers[0].worths([modest.request])
+    worths = plan._ledgers[0].worths(modest.request)
     assert all(worth <= nodes for worth, nodes in zip(worths, LEVELS, strict=True))
 
 

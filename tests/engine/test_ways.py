@@ -96,7 +96,7 @@ def _write_off(plan: Plan) -> None:
     plan._ledgers[BOTH].rounds.learn(0, 1, 1.0)  # it was tried
     everybody = plan._ledgers[BOTH].all
     for _ in range(2000):
-        everybody.expect(np.array([[[-1.0] * len(LEVELS), [1.0] * len(LEVELS)]]))
+        everybody.expect([-1.0] * len(LEVELS), [1.0] * len(LEVELS))
 
 
 def always(chance: float) -> Callable[[int, int], float]:

@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from forerun.core import Request
 from forerun.engine.ledger import Ledger
-from forerun.engine.rounds import LEVELS, Floats
+from forerun.engine.rounds import LEVELS
 
 PROBE_LEVEL = LEVELS.index(4)
 
@@ -50,34 +47,32 @@ def improve(
     net of their rows and of what it takes to begin, and takes R(n, l) longer, less what drafts
     of theirs took so far.
     """
-    places, shares = list(requests), choice.shares
-    count, rate = len(places), choice.rate
-    so_far = [
-        choice.worths.get(i, 0.0) + rate * ledger.begin(each, step) for i, each in requests.items()
-    ]
-    gains_LR = ledger.worths(list(requests.values())).T - so_far
-    tokens_LR = np.sort(gains_LR, axis=1)[:, ::-1]  # the largest gain first
-    tokens_LR[:, 0] += choice.tokens
-    rounds_LR = ledger.rounds.table(count)
-    seconds_LR = rounds_LR + choice.seconds
-    if shares:
-        shares_R = np.array([shares.get(i, 0.0) for i in places])
-        seconds_LR -= shares_R[_order(gains_LR)].cumsum(axis=1)
-    rates_LR = tokens_LR.cumsum(axis=1) / seconds_LR
-    level, last = divmod(int(rates_LR.argmax()), count)
-    if rates_LR[level, last] <= rate:
+    shares = choice.shares
+    outlooks = [(ledger.worths(each), i) for i, each in requests.items()]
+    so_far = {
+        i: choice.worths.get(i, 0.0) + choice.rate * ledger.begin(each, step)
+        for i, each in requests.items()
+    }
+    rounds = [ledger.rounds.seconds(1 + count) for count in range(len(outlooks))]
+    best, found, chosen = choice.rate, -1, 0
+    for level in range(len(LEVELS)):
+        tokens, seconds = choice.tokens, choice.seconds
+        gains = [(worths[level] - so_far[i], i) for worths, i in outlooks]
+        gains.sort(reverse=True)
+        for count, (gain, i) in enumerate(gains):
+            tokens += gain
+            seconds -= shares.get(i, 0.0)
+            rate = tokens / (seconds + rounds[count][level])
+            if rate > best:
+                best, found, chosen = rate, level, count + 1
+    if not chosen:
         return
-    choice.levels[way] = level
-    share = float(rounds_LR[level, last]) / (last + 1)
-    gains = gains_LR[level].tolist()
-    for r in _order(gains_LR[level])[: last + 1].tolist():
-        i, gain = places[r], gains[r]
+    gains = [(worths[found] - so_far[i], i) for worths, i in outlooks]
+    gains.sort(reverse=True)
+    choice.levels[way] = found
+    for gain, i in gains[:chosen]:
+        share = rounds[chosen - 1][found] / chosen
         choice.tokens += gain
         choice.seconds += share - shares.get(i, 0.0)
         choice.ways[i], shares[i] = way, share
         choice.worths[i] = choice.worths.get(i, 0.0) + gain
-
-
-def _order(gains: Floats) -> npt.NDArray[np.intp]:
-    """The largest gain first, along the last axis; of those that are as large, the last."""
-    return gains.argsort(axis=-1, kind="stable")[..., ::-1]

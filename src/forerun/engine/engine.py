@@ -238,7 +238,7 @@ class Engine:
         if batch.asked:
             turns = batch.deciding
             certain = sum(turn.rows for turn in batch.turns)
-            drafts = self.plan.keep(turns, certain, batch.clock.seconds["draft"])
+            drafts = self.plan.keep(turns, certain, batch.clock.speculating)
             for turn, draft in zip(turns, drafts, strict=True):
                 turn.draft = draft
         batch.predicted_seconds = self.plan.predict(batch.turns)
@@ -322,10 +322,10 @@ class Engine:
         """
         seconds = batch.clock.seconds
         step_seconds, predicted = batch.clock.total, batch.predicted_seconds
-        missed = abs(step_seconds - seconds["draft"] - predicted) if predicted else 0.0
+        missed = abs(step_seconds - batch.clock.speculating - predicted) if predicted else 0.0
         total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         if self.drafter:
-            self.plan.learn(batch.asked, total, seconds["draft"], step_seconds, predicted)
+            self.plan.learn(batch.asked, total, batch.clock.speculating, step_seconds, predicted)
             batch.clock.lap("plan")
             step_seconds = batch.clock.total
         for turn in batch.turns:

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from forerun.core import Request
-from forerun.engine.outlook import FIRST, LONG_WINDOW, PRIOR, WINDOW, Outlook, Outlooks
-from forerun.engine.rounds import Floats, Rounds
+from forerun.engine.outlook import FIRST, LONG_WINDOW, PRIOR, WINDOW, Outlook
+from forerun.engine.rounds import Rounds
 
 STEADY = 4  # times as many drafts tell by how much one way is better than another,
 ALIKE = 8  # and what is known of all requests counts for so many times as many
 CATCH_UPS = 8  # remembered
 STAY = 32  # steps for which a draft that reads hidden states is taken to be asked from then on
-
-
-@dataclass(slots=True)
-class Standing:
-    """Of one request. place: among the outlooks. asked_at: the last step in which a draft was asked
-    for. read: its length in tokens then."""
-
-    place: int
-    asked_at: int = -1
-    read: int = 0
 
 
 class Ledger:
@@ -38,11 +25,10 @@ class Ledger:
         self.reads = reads
         self.rounds = Rounds()
         self._base = base
-        steady, alike = (STEADY, ALIKE) if base else (1, 1)
-        first = np.zeros_like(FIRST) if base else FIRST
-        self.all = Outlook(first, ALIKE * PRIOR if base else 1, steady * LONG_WINDOW)
-        self._outlooks = Outlooks(self.all, alike * PRIOR, steady * WINDOW)
-        self._standings: dict[int, Standing] = {}  # by request
+        self._steady, self._alike = (STEADY, ALIKE) if base else (1, 1)
+        first = [0.0] * len(FIRST) if base else FIRST
+        self.all = Outlook(first, ALIKE * PRIOR if base else 1, self._steady * LONG_WINDOW)
+        self._outlooks: dict[int, Outlook] = {}
         self.probed_at = -1  # the last step in which it was asked for only to find out
         self.catch_ups = 0  # seen
         self._catch_up = 0.0  # seconds for each token
@@ -53,28 +39,28 @@ class Ledger:
         takes, as those for all requests at once would be dear."""
         return self._base is None or self.rounds.known
 
-    def standing(self, request: Request) -> Standing:
-        """When it was asked."""
-        found = self._standings.get(request.id)
+    def outlook(self, request: Request) -> Outlook:
+        """Of drafts of a request or, with a base, of what they are worth beyond the base's."""
+        found = self._outlooks.get(request.id)
         if found is None:
-            found = self._standings[request.id] = Standing(self._outlooks.open())
+            found = Outlook(self.all, self._alike * PRIOR, self._steady * WINDOW)
+            self._outlooks[request.id] = found
         return found
 
-    def worths(self, requests: Sequence[Request]) -> Floats:
-        """What a draft of each is expected to be worth, at each level, [requests, levels]."""
-        worths_RL = self._outlooks.worths([self.standing(each).place for each in requests])
-        return self._base.worths(requests) + worths_RL if self._base else worths_RL
+    def worths(self, request: Request) -> list[float]:
+        """What a draft is expected to be worth, at each level."""
+        worths = self.outlook(request).worths
+        if not self._base:
+            return worths
+        return [low + more for low, more in zip(self._base.worths(request), worths, strict=True)]
 
-    def expect(self, requests: Sequence[Request], outlooks_R2L: Floats) -> None:
-        """Learn from what drafts promised: their worths, and for how many passes they stand
-        (`appraise`)."""
-        worths_RL, passes_RL = outlooks_R2L[:, 0], outlooks_R2L[:, 1]
+    def expect(self, request: Request, worths: Sequence[float], passes: Sequence[float]) -> None:
+        """Learn from what a draft promised, and for how many passes it stands."""
         if self._base:
-            worths_RL -= self._base.worths(requests)
-        worths_RL *= passes_RL
-        places = [self.standing(each).place for each in requests]
-        self._outlooks.expect(places, outlooks_R2L)
-        self.all.expect(outlooks_R2L)
+            base = self._base.worths(request)
+            worths = [each - low for each, low in zip(worths, base, strict=True)]
+        self.outlook(request).expect(worths, passes)
+        self.all.expect(worths, passes)
 
     def catch_up(self, tokens: int) -> float:
         """Seconds that a round takes longer behind so many tokens that it has not read."""
@@ -82,10 +68,10 @@ class Ledger:
 
     def begin(self, request: Request, step: int) -> float:
         """Seconds that it takes in each of the next steps until what was missed is made up for."""
-        standing = self.standing(request)
-        if standing.asked_at == step - 1:
+        outlook = self.outlook(request)
+        if outlook.asked_at == step - 1:
             return 0.0
-        return self.catch_up(len(request.tokens) - standing.read) / STAY
+        return self.catch_up(len(request.tokens) - outlook.read) / STAY
 
     def learn_catch_up(self, tokens: int, seconds: float) -> None:
         """A round took so much longer than usual behind so many tokens."""
@@ -94,5 +80,4 @@ class Ledger:
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        if standing := self._standings.pop(request.id, None):
-            self._outlooks.close(standing.place)
+        self._outlooks.pop(request.id, None)

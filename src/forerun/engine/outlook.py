@@ -13,14 +13,12 @@ tokens that it brings would take there; otherwise short drafts look worse than t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
-import numpy as np
+from forerun.engine.rounds import LEVELS
 
-from forerun.engine.rounds import LEVELS, Floats
-
-FIRST = 1 - 0.4 ** np.array(LEVELS)  # of a drafter never asked: worth trying out
+FIRST = [1 - 0.4**nodes for nodes in LEVELS]  # of a drafter never asked: worth trying out
 PRIOR = 4  # drafts of its own for which a request counts what is known of all
 WINDOW, LONG_WINDOW = 16, 64  # drafts remembered, of a request and of all
 TRUST = 4.0  # promised tokens that are believed from the start,
@@ -66,87 +64,63 @@ class Trust:
 
 
 class Outlook:
-    """What drafts of all requests together are worth.
+    """What drafts are worth that are asked for in one way, of one request or of all together.
 
-    first_L: worths that are expected at first, which count as so many `passes`. `window` drafts are
-    remembered. worths_L: mean worth in a pass of a draft cut to so many nodes, at each level.
+    first: what is expected at first, and counts as so many `passes`: worths, or the outlook of all,
+    whatever becomes of that. `window` drafts are remembered. asked_at: the last step in which one
+    was asked for. read: length of the request in tokens then.
     """
 
-    def __init__(self, first_L: Floats, passes: int, window: int) -> None:
-        self.worths_L = self._first_L = first_L
-        self._first_passes, self._decay = float(passes), 1 - 1 / window
-        self._sums_2L = np.zeros((2, len(LEVELS)))  # of worths in passes, and of these passes
+    __slots__ = (
+        "_decay",
+        "_first",
+        "_first_passes",
+        "_known",
+        "_passes",
+        "_worths",
+        "asked_at",
+        "read",
+    )
 
-    def expect(self, sums_R2L: Floats) -> None:
-        """Learn from what drafts promised, one after the other: what they are worth in as many
-        passes as they stand for, and these passes."""
-        decay = self._decay ** len(sums_R2L)
+    def __init__(self, first: Outlook | list[float], passes: int, window: int) -> None:
+        self.asked_at, self.read = -1, 0
+        self._first, self._first_passes = first, float(passes)
+        self._decay = 1 - 1 / window
+        self._known: list[float] | None = None  # as worked out last, of those who begin with worths
+        self._worths = [0.0] * len(LEVELS)  # summed over
+        self._passes = [0.0] * len(LEVELS)  # those for which the drafts stand
+
+    @property
+    def worths(self) -> list[float]:
+        """Mean worth in a pass of a draft cut to so many nodes, at each level."""
+        if self._known is None or isinstance(self._first, Outlook):
+            self._known = self._work_out()
+        return self._known
+
+    def _work_out(self) -> list[float]:
+        first = self._first.worths if isinstance(self._first, Outlook) else self._first
+        count = self._first_passes
+        return [
+            (count * one + sum_of_worths) / (count + passes)
+            for one, sum_of_worths, passes in zip(first, self._worths, self._passes, strict=True)
+        ]
+
+    def expect(self, worths: Sequence[float], passes: Sequence[float]) -> None:
+        """Learn from what a draft promised, and for how many passes it stands (`appraise`)."""
+        decay = self._decay
+        self._known = None
         self._first_passes *= decay
-        self._sums_2L *= decay
-        if len(sums_R2L) == 1:
-            self._sums_2L += sums_R2L[0]
-        else:
-            decay_R = self._decay ** np.arange(len(sums_R2L) - 1, -1, -1)
-            self._sums_2L += np.tensordot(decay_R, sums_R2L, 1)
-        worths_L, passes_L = self._sums_2L
-        total_L = self._first_passes * self._first_L + worths_L
-        self.worths_L = total_L / (self._first_passes + passes_L)
-
-
-class Outlooks:
-    """The same of each request, by the place that it is given. What is expected at first is what is
-    known of all, whatever becomes of that."""
-
-    def __init__(self, everybody: Outlook, passes: int, window: int) -> None:
-        self._all = everybody
-        self._first, self._decay = float(passes), 1 - 1 / window
-        self._free: list[int] = []
-        self._first_P1 = np.zeros((0, 1))  # passes for which the first guess counts
-        self._sums_P2L = np.zeros((0, 2, len(LEVELS)))
-
-    def open(self) -> int:
-        """A place for a new request."""
-        if not self._free:
-            size = len(self._first_P1)
-            more = max(8, size)
-            self._free = list(range(size, size + more))[::-1]
-            self._first_P1 = np.concatenate([self._first_P1, np.zeros((more, 1))])
-            self._sums_P2L = np.concatenate([self._sums_P2L, np.zeros((more, 2, len(LEVELS)))])
-        place = self._free.pop()
-        self._first_P1[place], self._sums_P2L[place] = self._first, 0.0
-        return place
-
-    def close(self, place: int) -> None:
-        """Its request has ended."""
-        self._free.append(place)
-
-    def worths(self, places: list[int]) -> Floats:
-        """Mean worth in a pass, at each level, [requests, levels]."""
-        at = _index(places)
-        first_R1, sums_R2L = self._first_P1[at], self._sums_P2L[at]
-        found_RL: Floats = first_R1 * self._all.worths_L
-        found_RL += sums_R2L[:, 0]
-        found_RL /= first_R1 + sums_R2L[:, 1]
-        return found_RL
-
-    def expect(self, places: list[int], sums_R2L: Floats) -> None:
-        """Learn from what a draft of each of them promised, as `Outlook.expect` does."""
-        at = _index(places)
-        self._first_P1[at] *= self._decay
-        self._sums_P2L[at] *= self._decay
-        self._sums_P2L[at] += sums_R2L
-
-
-def _index(places: list[int]) -> slice | list[int]:
-    """The same places, as a slice where they follow each other: a view, not a copy."""
-    first, end = places[0], places[0] + len(places)
-    return slice(first, end) if places == list(range(first, end)) else places
+        self._worths = [
+            decay * sum_of_worths + each * worth
+            for sum_of_worths, each, worth in zip(self._worths, passes, worths, strict=True)
+        ]
+        self._passes = [decay * old + each for old, each in zip(self._passes, passes, strict=True)]
 
 
 def appraise(
     chances: Collection[float], size: int, budget: int, whole: bool, price: float
-) -> list[float]:
-    """What a draft is worth at each level, and then for how many passes of each level it stands.
+) -> tuple[list[float], list[float]]:
+    """What a draft is worth at each level, and for how many passes of that level it stands.
 
     A draft as large as its budget would have gone on: as its survival decayed so far.
     chances: of its nodes to survive; those may be left out that are surely not worth `price`.
@@ -160,7 +134,7 @@ def appraise(
     passes = [(1 + sums[-1]) / (1 + sums[nodes]) for nodes in cut]
     if not count == size >= budget:
         rest = len(LEVELS) - len(cut)
-        return [*worths, *[sums[-1] - price * count] * rest, *passes, *[1.0] * rest]
+        return [*worths, *[sums[-1] - price * count] * rest], [*passes, *[1.0] * rest]
     tokens, before = sums[-1], size
     for nodes in LEVELS[len(cut) :]:
         if nodes > before:
@@ -171,4 +145,4 @@ def appraise(
             before = nodes
         worths.append(tokens - price * count)
         passes.append((1 + sums[-1]) / (1 + tokens))
-    return worths + passes
+    return worths, passes

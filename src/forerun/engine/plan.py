@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from forerun.core import Draft, Request
 from forerun.engine.asking import Choice, improve
 from forerun.engine.buying import buy, likely
@@ -47,7 +45,8 @@ class Plan:
         self._unread: dict[int, int] = {}  # tokens to catch up with in this step, by way
         self._step = 0
         self._resting: list[int] = []  # requests for none of whom it paid to ask,
-        self._rest = 0  # and for so many further steps they are not asked
+        self._rest = 0  # and for so many further steps they are not asked,
+        self._rests_now = False  # of which this is one
         self._price = 0.0  # tokens that a further row must bring, as of the last step
 
     # ---- before drafting ------------------------------------------------------------------------
@@ -61,7 +60,8 @@ class Plan:
 
         They fit into `rows_left` together. Sets the way in which each of them is asked.
         """
-        if self._rests(turns):
+        self._rests_now = self._rests(turns)
+        if self._rests_now:
             return [0] * len(turns)
         limits = [most_nodes(turn.request) for turn in turns]
         able = [
@@ -123,11 +123,11 @@ class Plan:
         self._unread = {}
         for turn in asked:
             way, length = turn.way, len(turn.request.tokens)
-            standing = self._ledgers[way].standing(turn.request)
-            if standing.asked_at != self._step - 1:
+            outlook = self._ledgers[way].outlook(turn.request)
+            if outlook.asked_at != self._step - 1:
                 newcomers.append(way)
-                self._unread[way] = self._unread.get(way, 0) + length - standing.read
-            standing.asked_at, standing.read = self._step, length
+                self._unread[way] = self._unread.get(way, 0) + length - outlook.read
+            outlook.asked_at, outlook.read = self._step, length
         ways = [turn.way for turn in asked]
         self._usual = {way for way in set(ways) if FEW * newcomers.count(way) <= ways.count(way)}
 
@@ -158,23 +158,20 @@ class Plan:
 
     def _look_forward(self, turns: Sequence[Turn], chances: Sequence[dict[int, float]]) -> None:
         """Learn from what drafts promise, as far as they are trusted."""
-        groups: dict[int, list[Turn]] = {}
-        outlooks: dict[int, list[float]] = {}
         for turn, each in zip(turns, chances, strict=True):
             if turn.budget:
                 draft = turn.draft
                 whole = draft.probs_NV is not None
-                groups.setdefault(turn.way, []).append(turn)
-                outlooks.setdefault(turn.way, []).extend(
-                    appraise(each.values(), len(draft), turn.budget, whole, self._price)
+                worths, passes = appraise(
+                    each.values(), len(draft), turn.budget, whole, self._price
                 )
-        for way, group in groups.items():
-            outlooks_RX = np.array(outlooks[way]).reshape(len(group), 2, -1)
-            self._ledgers[way].expect([turn.request for turn in group], outlooks_RX)
+                self._ledgers[turn.way].expect(turn.request, worths, passes)
 
     def predict(self, turns: Sequence[Turn]) -> float:
-        """Seconds that a step takes beside drafting; 0 where it reads prompts, too."""
-        if not all(turn.decoding for turn in turns):
+        """Seconds that a step takes beside drafting and this plan; 0: nothing is said of one that
+        reads prompts, too, or of which nothing is to be learned while the plan rests."""
+        rests, self._rests_now = self._rests_now, False
+        if rests or not all(turn.decoding for turn in turns):
             return 0.0
         rows = [1 + len(turn.draft) for turn in turns]
         return self.costs.seconds([turn.request.cached for turn in turns], rows)
@@ -189,7 +186,8 @@ class Plan:
         step_seconds: float,
         predicted: float,
     ) -> None:
-        """Compare with what was expected. predicted: what `predict` said of the step."""
+        """Compare with what was expected. rows: of the pass. draft_seconds: of drafting and of this
+        plan. predicted: what `predict` said of the rest of the step."""
         if predicted:
             self.costs.correct(rows, predicted, step_seconds - draft_seconds)
         for turn in asked:

@@ -92,7 +92,7 @@ class Probes:
         ledger, request = self._ledgers[way], turn.request
         if not ledger.reads:
             return 0.0
-        return ledger.catch_up(len(request.tokens) - ledger.standing(request).read)
+        return ledger.catch_up(len(request.tokens) - ledger.outlook(request).read)
 
     def of(self, way: int) -> Probe | None:
         """The probe that runs, if it is in this way."""
@@ -128,8 +128,7 @@ class Probes:
         if requests > 1:
             seconds = max(0.0, seconds - ledger.rounds.seconds(requests - 1)[level])
         if probe.replaces:
-            worth = float(ledger.worths([turn.request])[0, level])
-            lost = (probe.worth - worth) / choice.rate - probe.seconds
+            lost = (probe.worth - ledger.worths(turn.request)[level]) / choice.rate - probe.seconds
             self._allowances[probe.way] -= seconds + max(0.0, lost)
         else:
             self._allowances[probe.way] -= seconds + rows
@@ -139,7 +138,7 @@ class Probes:
         to catch up with."""
         ledger = self._ledgers[way]
         missed = ledger.begin(turn.request, step) if ledger.reads else 0.0
-        return ledger.probed_at, missed, ledger.standing(turn.request).asked_at
+        return ledger.probed_at, missed, ledger.outlook(turn.request).asked_at
 
 
 def _at(probe: Probe, turns: Sequence[Turn], places: Sequence[tuple[int, int]]) -> list[int]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # budgets that a drafter is asked with
 WINDOW = 32  # rounds at a level
 MOST = 2.0  # times the estimate, as which a longer round counts, if the one before was not as long:
@@ -18,8 +15,6 @@ MOST = 2.0  # times the estimate, as which a longer round counts, if the one bef
 FIXED = 0.5  # share of a round that is the same for any number of requests, until it was seen
 DOUBT = 0.25  # rounds' worth of evidence (relative variance of requests) that this guess weighs
 OFTEN = 8  # rounds at a level, after which what it costs is worked out anew only now and then
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -52,14 +47,11 @@ class _Level:
             rounds * self.variance / self.requests**2,
         )
 
-    def line(self, usual: float) -> tuple[float, float]:
-        """Seconds of a round for no request, and those for each.
-
-        usual: share of a round that grows with the requests, where this level says nothing.
-        """
+    def predict(self, requests: int, usual: float) -> float:
+        """usual: share of a round that grows with the requests, where this level says nothing."""
         products, squares = self.evidence
-        share = min(1.0, max(0.0, (products + DOUBT * usual) / (squares + DOUBT)))
-        return (1 - share) * self.seconds, share * self.seconds / self.requests
+        share = (products + DOUBT * usual) / (squares + DOUBT)
+        return self.seconds * (1 + min(1.0, max(0.0, share)) * (requests / self.requests - 1))
 
 
 class Rounds:
@@ -68,14 +60,13 @@ class Rounds:
     def __init__(self) -> None:
         self._levels = [_Level() for _ in LEVELS]
         self._share = 1 - FIXED  # of a round that grows with the requests, at all levels
-        self._known: dict[int, Floats] = {}  # by requests
+        self._known: dict[int, list[float]] = {}  # by requests
 
     def learn(self, level: int, requests: int, seconds: float) -> None:
         """A round took so long; level: index of its budget."""
         each = self._levels[level]
         if each.count:
-            fixed, further = each.line(self._share)
-            most = MOST * (fixed + further * requests)
+            most = MOST * each.predict(requests, self._share)
             seemed_so, each.interrupted = each.interrupted, seconds > most
             if each.interrupted and not seemed_so:
                 seconds = most
@@ -93,24 +84,26 @@ class Rounds:
 
     def seconds(self, requests: int) -> list[float]:
         """Seconds of a round for so many requests, at each level."""
-        seconds: list[float] = self.table(requests)[:, -1].tolist()
-        return seconds
-
-    def table(self, requests: int) -> Floats:
-        """Seconds of rounds at each level for 1, 2, ... requests, [levels, requests]."""
         known = self._known.get(requests)
         if known is None:
             known = self._known[requests] = self._work_out(requests)
         return known
 
-    def _work_out(self, requests: int) -> Floats:
+    def _work_out(self, requests: int) -> list[float]:
         """Straight lines between the levels that are known, from nothing below the lowest of them;
         above the highest, as much as for that."""
-        known = [
-            (nodes, level) for nodes, level in zip(LEVELS, self._levels, strict=True) if level.count
-        ]
-        places = [0, *(nodes for nodes, _ in known)]
-        lines = [(0.0, 0.0), *(level.line(self._share) for _, level in known)]
-        fixed_L, each_L = (np.interp(LEVELS, places, line) for line in zip(*lines, strict=True))
-        table_LR: Floats = fixed_L[:, None] + each_L[:, None] * np.arange(1, requests + 1)
-        return table_LR
+        points = [(0, 0.0)]
+        for nodes, level in zip(LEVELS, self._levels, strict=True):
+            if level.count:
+                points.append((nodes, level.predict(requests, self._share)))
+        found = []
+        right = 1
+        for nodes in LEVELS:
+            while right < len(points) and points[right][0] < nodes:
+                right += 1
+            if right == len(points):
+                found.append(points[-1][1])
+                continue
+            (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+            found.append(y0 + (y1 - y0) * (nodes - x0) / (x1 - x0))
+        return found

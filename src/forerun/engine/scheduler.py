@@ -59,6 +59,12 @@ class Clock:
     def total(self) -> float:
         return perf_counter() - self._begin
 
+    @property
+    def speculating(self) -> float:
+        """Seconds of drafting and of the decisions about it: both take the longer, the more is
+        asked for."""
+        return self.seconds["draft"] + self.seconds["plan"]
+
 
 @dataclass(slots=True)
 class Batch:
@@ -68,7 +74,7 @@ class Batch:
     turns: list[Turn] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
-    predicted_seconds: float = 0.0  # of the step, drafting left out; 0: no prediction
+    predicted_seconds: float = 0.0  # of the step without `speculating`; 0: no prediction
 
     def take(self, request: Request) -> None:
         """Give a request the rows of its pending tokens, as far as there are any left."""
