@@ -27,7 +27,7 @@ from forerun.models.hub import LoadedModel
 from forerun.verify.base import Verifier
 
 FAMILIES = ("medusa", "eagle3", "dflash")
-K = 4  # tokens per draft
+K = 4  # most tokens per draft
 MAX_TOKENS = 128
 WRITTEN = MAX_TOKENS + K + 1  # so that the last round is whole, too
 OPTIONS = {"medusa": ",top_k=1", "eagle3": ",min_prob=0", "dflash": ""}  # for whole chains
@@ -68,23 +68,29 @@ def _end(tokens: Tokens, stop_ids: frozenset[int]) -> int:
 
 
 class WholeChains(Static):
-    """Has every round draft K tokens, whatever they cost, and writes down what became of them."""
+    """Has every round draft k tokens, whatever they cost, and writes down what became of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, k: int) -> None:
         super().__init__()
+        self._k = k
         self.rounds: dict[int, list[Round]] = defaultdict(list)
 
     def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
-        return [min(K, turn.request.remaining - 1) for turn in turns]
+        return [min(self._k, turn.request.remaining - 1) for turn in turns]
 
     def learn(
-        self, asked: Sequence[Turn], draft_seconds: float, step_seconds: float, predicted: float
+        self,
+        asked: Sequence[Turn],
+        rows: int,
+        draft_seconds: float,
+        step_seconds: float,
+        predicted: float,
     ) -> None:
         for turn in asked:
             assert turn.verdict
             accepted = len(turn.verdict.path)
             begin = turn.request.output_length - accepted - 1
-            assert len(turn.draft) == K or begin >= MAX_TOKENS, "a draft is no whole chain"
+            assert len(turn.draft) == self._k or begin >= MAX_TOKENS, "a draft is no whole chain"
             self.rounds[turn.request.id].append(Round(begin, accepted))
 
 
@@ -123,15 +129,16 @@ def forerun_answers(
     family: str,
     draft: Path,
     prompts: Sequence[Tokens],
+    k: int,
     texts: Sequence[Tokens] | None = None,
     tap_shift: int = 0,
 ) -> list[Answer]:
-    """texts: what to write; None: what the target does.
+    """k: tokens per draft. texts: what to write; None: what the target does.
 
     tap_shift: how many layers higher than trained the draft reads the target, which spoils it.
     """
-    llm = LLM(model, draft=f"{family}:{draft},k={K}{OPTIONS[family]}")
-    engine, plan, recite = llm.engine, WholeChains(), Recite()
+    llm = LLM(model, draft=f"{family}:{draft},k={k}{OPTIONS[family]}")
+    engine, plan, recite = llm.engine, WholeChains(k), Recite()
     engine.plan = plan
     assert engine.drafter
     engine.drafter.taps = [boundary + tap_shift for boundary in engine.drafter.taps]
@@ -185,7 +192,7 @@ def vllm_answers(
         for tokens, counts in zip(report["outputs"], report["counts"], strict=True)
     ]
     if line:
-        _check_counters(answers, report["metrics"])
+        _check_counters(answers, report["metrics"], ahead(line))
     return answers
 
 
@@ -194,8 +201,15 @@ def _options(line: str) -> dict[str, Any]:
     _, _, _, *words = shlex.split(line)
     names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
     options = dict(zip(names, map(json.loads, words[1::2]), strict=True))
-    options["speculative_config"]["num_speculative_tokens"] = K
+    speculative = options["speculative_config"]
+    speculative["num_speculative_tokens"] = min(K, speculative["num_speculative_tokens"])
     return options
+
+
+def ahead(line: str) -> int:
+    """Tokens per draft that vLLM is told to propose."""
+    tokens: int = _options(line)["speculative_config"]["num_speculative_tokens"]
+    return tokens
 
 
 def _rounds(counts: Sequence[int]) -> list[Round]:
@@ -207,12 +221,12 @@ def _rounds(counts: Sequence[int]) -> list[Round]:
     return rounds
 
 
-def _check_counters(answers: Sequence[Answer], metrics: dict[str, Any]) -> None:
+def _check_counters(answers: Sequence[Answer], metrics: dict[str, Any], k: int) -> None:
     """vLLM's own counters tell of the same rounds, and in the last round of each answer perhaps of
     accepted tokens that were cut off."""
     stem = "vllm:spec_decode_num_"
     rounds = [each for answer in answers for each in answer.rounds]
     assert metrics[f"{stem}drafts"] == len(rounds), "vLLM counts other rounds"
-    assert metrics[f"{stem}draft_tokens"] == K * len(rounds), "vLLM cut drafts"
+    assert metrics[f"{stem}draft_tokens"] == k * len(rounds), "vLLM cut drafts"
     cut = metrics[f"{stem}accepted_tokens"] - sum(each.accepted for each in rounds)
     assert 0 <= cut <= K * len(answers), "vLLM counts other accepted tokens"

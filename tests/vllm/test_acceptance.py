@@ -25,6 +25,7 @@ from engines import (
     FAMILIES,
     K,
     acceptance_length,
+    ahead,
     forerun_answers,
     plain_texts,
     vllm_answers,
@@ -126,12 +127,13 @@ def compared(
     line = subprocess.check_output([sys.executable, "-m", "forerun", *command], text=True)
     vllm = vllm_answers(target, prompts, model.stop_ids, BUILD, line)
     written = [answer.tokens for answer in vllm]
+    k = ahead(line)
     comparison = Comparison(
         f"{family}, {origin}",
         vllm,
-        recited=forerun_answers(model, family, draft, prompts, written),
-        spoilt=forerun_answers(model, family, draft, prompts, written, tap_shift=-1),
-        ours=forerun_answers(model, family, draft, prompts),
+        recited=forerun_answers(model, family, draft, prompts, k, written),
+        spoilt=forerun_answers(model, family, draft, prompts, k, written, tap_shift=-1),
+        ours=forerun_answers(model, family, draft, prompts, k),
         noise=noise,
     )
     report.append(comparison)
