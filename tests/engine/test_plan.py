@@ -21,7 +21,7 @@ from forerun.engine.outlook import Trust, appraise
 from forerun.engine.plan import REST, Plan
 from forerun.engine.probing import PROBES
 from forerun.engine.rounds import LEVELS, Rounds
-from forerun.engine.scheduler import Turn
+from forerun.engine.scheduler import Took, Turn
 from forerun.engine.static import Static
 from forerun.models.cache import Span
 
@@ -239,7 +239,7 @@ class World:
             passed = self.plan.costs[sum(1 + len(each.draft) for each in turns)]
             asked = [each for each in turns if each.budget]
             rows = sum(1 + len(each.draft) for each in turns)
-            self.plan.learn(asked, rows, spent, spent + passed, self.plan.predict(turns))
+            self.plan.learn(asked, Took(rows, spent + passed, spent, self.plan.predict(turns)))
             self.drafted += spent
             self.seconds += spent + passed
         return self
@@ -374,7 +374,7 @@ def test_a_static_plan_checks_all_and_always_asks() -> None:
     assert keep(plan, hopeless) == [hopeless]
     for _ in range(100):
         assert plan.budgets([turn()], rows_left=40) == [40]
-        plan.learn([turn(hopeless)], 5, 9.0, 10.0, 0.0)
+        plan.learn([turn(hopeless)], Took(5, 10.0, 9.0))
 
 
 # ---- what is expected ---------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -
     modest.verdict = Verdict([0], 7)
     for _ in range(20):
         plan.keep([modest], 1, 0.0)
-        plan.learn([modest], 2, 0.0, 10.0, 10.0)
+        plan.learn([modest], Took(2, 10.0, 0.0, 10.0))
     assert plan._trust_in(modest.request).honesty > 1.15
     worths = plan._ledgers[0].worths(modest.request)
     assert all(worth <= nodes for worth, nodes in zip(worths, LEVELS, strict=True))

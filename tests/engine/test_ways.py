@@ -17,7 +17,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.following import RECENT, UNASKED
 from forerun.engine.plan import Plan
 from forerun.engine.rounds import LEVELS
-from forerun.engine.scheduler import Turn
+from forerun.engine.scheduler import Took, Turn
 from forerun.models.cache import Span
 from forerun.verify import make_verifier
 
@@ -74,7 +74,7 @@ class World:
             self.tokens.append(sum(1 + len(each.verdict.path) for each in turns if each.verdict))
             rows = sum(1 + len(each.draft) for each in turns)
             self.took.append(spent + COSTS[rows])
-            self.plan.learn(asked, rows, spent, self.took[-1], self.plan.predict(turns))
+            self.plan.learn(asked, Took(rows, self.took[-1], spent, self.plan.predict(turns)))
         return self
 
     def share(self, way: int, first: int = 0, last: int | None = None, id: int = 0) -> float:

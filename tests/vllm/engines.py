@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.engines import ENGINES
 from forerun.core import Draft, Request, SamplingParams, Verdict
 from forerun.engine.llm import LLM
-from forerun.engine.scheduler import Turn
+from forerun.engine.scheduler import Took, Turn
 from forerun.engine.static import Static
 from forerun.models.hub import LoadedModel
 from forerun.verify.base import Verifier
@@ -78,14 +78,7 @@ class WholeChains(Static):
     def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
         return [min(self._k, turn.request.remaining - 1) for turn in turns]
 
-    def learn(
-        self,
-        asked: Sequence[Turn],
-        rows: int,
-        draft_seconds: float,
-        step_seconds: float,
-        predicted: float,
-    ) -> None:
+    def learn(self, asked: Sequence[Turn], took: Took) -> None:
         for turn in asked:
             assert turn.verdict
             accepted = len(turn.verdict.path)

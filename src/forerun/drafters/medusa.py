@@ -117,7 +117,7 @@ class Medusa(ParallelDrafter):
         self._taps.pop(request.id, None)
 
     def release(self, request: Request) -> None:
-        self._taps.pop(request.id, None)
+        self.unfollow(request)
         self._calibration.forget(request)
 
     def _is_ready(self, request: Request) -> bool:

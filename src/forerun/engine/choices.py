@@ -9,7 +9,7 @@ from forerun.core import Draft, Request
 from forerun.drafters.base import Drafter
 from forerun.drafters.combined import Combined
 from forerun.engine.plan import Plan
-from forerun.engine.scheduler import Turn
+from forerun.engine.scheduler import Took, Turn
 from forerun.engine.static import Static
 
 T = TypeVar("T")
@@ -64,22 +64,16 @@ class Choices(Plan):
     def predict(self, turns: Sequence[Turn]) -> float:
         return self._plan.predict(turns)
 
-    def learn(
-        self,
-        asked: Sequence[Turn],
-        rows: int,
-        draft_seconds: float,
-        step_seconds: float,
-        predicted: float,
-    ) -> None:
+    def learn(self, asked: Sequence[Turn], took: Took) -> None:
         told = sum(turn.drafting for turn in asked)
-        rest = step_seconds - draft_seconds
+        rest = took.seconds - took.speculating
         groups = {None: [], **_grouped(asked)}
         for name, group in groups.items():
             drafting = sum(turn.drafting for turn in group)
-            part = draft_seconds * (drafting / told if told else len(group) / max(1, len(asked)))
-            # The costs are the same: they learn once.
-            self._of(name).learn(group, rows, part, rest + part, 0.0 if name else predicted)
+            share = drafting / told if told else len(group) / max(1, len(asked))
+            part = took.speculating * share
+            predicted = 0.0 if name else took.predicted  # the costs are the same: they learn once
+            self._of(name).learn(group, Took(took.rows, rest + part, part, predicted))
 
     def forget(self, request: Request) -> None:
         self._of(request.params.speculation.draft).forget(request)

@@ -26,6 +26,7 @@ from forerun.engine.scheduler import (
     MAX_NUM_SEQS,
     Batch,
     Scheduler,
+    Took,
     Turn,
 )
 from forerun.engine.static import Static
@@ -325,7 +326,8 @@ class Engine:
         missed = abs(step_seconds - batch.clock.speculating - predicted) if predicted else 0.0
         total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         if self.drafter:
-            self.plan.learn(batch.asked, total, batch.clock.speculating, step_seconds, predicted)
+            took = Took(total, step_seconds, batch.clock.speculating, predicted)
+            self.plan.learn(batch.asked, took)
             batch.clock.lap("plan")
             step_seconds = batch.clock.total
         for turn in batch.turns:

@@ -18,7 +18,7 @@ from forerun.engine.ledger import Ledger
 from forerun.engine.outlook import MAX_NODES, Trust, appraise
 from forerun.engine.probing import Probes
 from forerun.engine.rounds import LEVELS
-from forerun.engine.scheduler import Turn
+from forerun.engine.scheduler import Took, Turn
 
 REST = 8  # steps after which it is thought over again whether to ask, where nobody was asked
 FEW = 4  # one newcomer in so many requests makes a round no longer than it usually is
@@ -178,18 +178,10 @@ class Plan:
 
     # ---- after the step -------------------------------------------------------------------------
 
-    def learn(
-        self,
-        asked: Sequence[Turn],
-        rows: int,
-        draft_seconds: float,
-        step_seconds: float,
-        predicted: float,
-    ) -> None:
-        """Compare with what was expected. rows: of the pass. draft_seconds: of drafting and of this
-        plan. predicted: what `predict` said of the rest of the step."""
-        if predicted:
-            self.costs.correct(rows, predicted, step_seconds - draft_seconds)
+    def learn(self, asked: Sequence[Turn], took: Took) -> None:
+        """Compare with what was expected."""
+        if took.predicted:
+            self.costs.correct(took.rows, took.predicted, took.seconds - took.speculating)
         for turn in asked:
             if turn.draft and not self._probes.replaces(turn):
                 assert turn.verdict
@@ -201,13 +193,14 @@ class Plan:
             group = [turn for turn in asked if turn.way == way]
             # What it takes to learn from the step is drafting, too.
             part = sum(turn.drafting for turn in group) / told if told else len(group) / len(asked)
-            self._learn_round(way, len(group), part * draft_seconds)
+            self._learn_round(way, len(group), part * took.speculating)
             for turn in group:
                 if self._probes.asks(turn):
-                    seconds = part * draft_seconds
-                    rows_took = self.costs.further(rows, turn.request.cached, len(turn.draft))
+                    seconds = part * took.speculating
+                    cached, nodes = turn.request.cached, len(turn.draft)
+                    rows_took = self.costs.further(took.rows, cached, nodes)
                     self._probes.pay(turn, self._choice, len(group), seconds, rows_took)
-        self._probes.earn(step_seconds)
+        self._probes.earn(took.seconds)
 
     def _learn_round(self, way: int, requests: int, seconds: float) -> None:
         """What a probe takes longer in its first step than in its second is catching up."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 from forerun.core import PHASES, Draft, Request, Verdict
 from forerun.errors import CapacityError, ConfigError
@@ -64,6 +65,16 @@ class Clock:
         """Seconds of drafting and of the decisions about it: both take the longer, the more is
         asked for."""
         return self.seconds["draft"] + self.seconds["plan"]
+
+
+class Took(NamedTuple):
+    """What a step took. rows: of its pass. speculating: of its seconds, those of drafting and of
+    the decisions about it. predicted: what the plan said of the others; 0: nothing."""
+
+    rows: int
+    seconds: float
+    speculating: float
+    predicted: float = 0.0
 
 
 @dataclass(slots=True)

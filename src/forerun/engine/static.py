@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forerun.core import Draft, Request
 from forerun.engine.costs import Costs
 from forerun.engine.plan import Plan, most_nodes
-from forerun.engine.scheduler import Turn
+from forerun.engine.scheduler import Took, Turn
 
 
 class Static(Plan):
@@ -32,12 +32,5 @@ class Static(Plan):
     def predict(self, turns: Sequence[Turn]) -> float:
         return 0.0
 
-    def learn(
-        self,
-        asked: Sequence[Turn],
-        rows: int,
-        draft_seconds: float,
-        step_seconds: float,
-        predicted: float,
-    ) -> None:
+    def learn(self, asked: Sequence[Turn], took: Took) -> None:
         """Nothing: every request is asked for in every step."""

@@ -15,7 +15,7 @@ from forerun.core import Draft, Request, SamplingParams, Speculation, StepStats,
 from forerun.drafters.tree import depths, prune
 from forerun.engine.outlook import MAX_NODES
 from forerun.engine.plan import Plan
-from forerun.engine.scheduler import Turn
+from forerun.engine.scheduler import Took, Turn
 from forerun.engine.static import Static
 from forerun.models.cache import Span
 from forerun.simulate.tables import Table
@@ -103,7 +103,7 @@ def replay(
         for turn in turns:
             _verify(turn, result.stats)
         asked = [turn for turn in turns if turn.budget]
-        plan.learn(asked, sum(rows), spent, spent + passed, predicted)
+        plan.learn(asked, Took(sum(rows), spent + passed, spent, predicted))
         result.seconds += spent + passed
         for stream in running:
             if not stream.request.remaining:

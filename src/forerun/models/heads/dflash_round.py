@@ -104,7 +104,7 @@ class DFlashRounds(Rounds):
         blocks = []
         positions = 0
         for span, due, taps_RF, anchor in starts:
-            fed = 0 if taps_RF is None else taps_RF.data_ptr()
+            fed = address(taps_RF) or 0
             blocks.append(BLOCK.pack(span.base, span.length, due, fed, anchor))
             positions = max(positions, span.length + due + slots)
         layers = self._backend.addresses_in(self._store, positions, self._blocks.layers)

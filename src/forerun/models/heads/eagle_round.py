@@ -127,7 +127,7 @@ def _lanes(starts: Sequence[Start], due_at: int) -> bytes:
     lanes = []
     for span, features_RTE, tokens, hidden_1C, depth in starts:
         due = len(tokens)
-        fed = 0 if features_RTE is None else features_RTE.data_ptr()
+        fed = address(features_RTE) or 0
         at = hidden_1C.data_ptr()
         lanes.append(LANE.pack(span.base, span.length, due, depth, fed, due_at, at))
         due_at += 8 * due
