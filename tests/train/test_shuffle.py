@@ -55,3 +55,11 @@ def test_what_leaves_is_a_copy() -> None:
     then = [rows.tolist() for rows in left]
     buffer([torch.full((2,), 9)], noise)
     assert [rows.tolist() for rows in left] == then
+
+
+def test_what_another_kept_goes_on_as_there() -> None:
+    one, other = ShuffleBuffer(32), ShuffleBuffer(32)
+    assert one.rows == []
+    steps(one, [16])
+    other.fill(one.rows)
+    assert steps(one, [16, 16, 16]) == steps(other, [16, 16, 16])

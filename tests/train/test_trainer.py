@@ -84,6 +84,21 @@ def test_a_killed_run_goes_on_with_the_same_losses(model: LoadedModel, tmp_path:
     assert run(model, tmp_path / "other", seed=1) != whole
 
 
+def test_shuffled_rows_outlive_a_kill(model: LoadedModel, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"kind": "medusa", "options": {"heads": 2, "shuffle": 64}}
+    whole = run(model, tmp_path / "whole", **values)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "killed", Watch(stop_at=9), **values)
+    carried = list((tmp_path / "killed/training").glob("carried-*"))
+    assert [file.name for file in carried] == ["carried-8-0.pt"]
+    assert run(model, tmp_path / "killed", **values) == whole
+    assert not list((tmp_path / "killed/training").glob("carried-*"))
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "without", Watch(stop_at=9), **values)
+    (tmp_path / "without/training/carried-8-0.pt").unlink()
+    assert run(model, tmp_path / "without", **values) != whole, "the rows mattered"
+
+
 def test_a_run_that_was_left_goes_on_with_the_same_losses(
     model: LoadedModel, tmp_path: Path
 ) -> None:

@@ -23,6 +23,19 @@ class ShuffleBuffer:
         self._kept: list[Tensor] = []
         self._count = 0
 
+    @property
+    def rows(self) -> list[Tensor]:
+        """All that are kept, tensors [up to `size`, ...] that belong together; none before the
+        first came."""
+        return [kept[: self._count] for kept in self._kept]
+
+    def fill(self, rows: Sequence[Tensor]) -> None:
+        """Put what another buffer of this size kept in the place of what is here."""
+        self._count = len(rows[0]) if rows else 0
+        self._kept = [each.new_empty(self._size, *each.shape[1:]) for each in rows]
+        for kept, each in zip(self._kept, rows, strict=True):
+            kept[: self._count] = each
+
     def __call__(self, rows: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
         """rows: tensors [N, ...] that belong together. generator: on the CPU.
 

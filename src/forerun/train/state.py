@@ -4,7 +4,8 @@
                            with the most accepted tokens a pass; without trials, the last one
     DIR/training.json      how it came about: command, versions, seed, data, recipe, curve, trials
     DIR/training/          recipe.toml; until the run is over, the last state, state.pt, to go
-                           on from and, if they are kept, the hidden states
+                           on from, what each process carried then (shuffled rows) and, if they are
+                           kept, the hidden states
 
 Files are replaced as a whole, so that a kill leaves the old or the new ones.
 """
@@ -14,13 +15,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forerun.errors import ConfigError
 from forerun.home import written_whole
@@ -28,6 +30,7 @@ from forerun.train.recipe import Recipe
 
 STATE, RECIPE, PROVENANCE = "training/state.pt", "training/recipe.toml", "training.json"
 STATES = "training/states-*.bin"
+CARRIED = "training/carried-{step}-{rank}.pt"  # that of the state's step is always there
 
 
 @dataclass(slots=True)
@@ -101,6 +104,21 @@ class Folder:
         state = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
         return Progress(**state["progress"]), state["tensors"]
 
+    def carried(self, step: int, rank: int) -> list[Tensor]:
+        """What a process carried when the state of a step was saved; nothing, where there was no
+        such process."""
+        file = self.path / CARRIED.format(step=step, rank=rank)
+        if not file.exists():
+            return []
+        tensors: list[Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        return tensors
+
+    def carry(self, step: int, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Write what a process carries; all do so before the state of that step is saved."""
+        if tensors:
+            with written_whole(self.path / CARRIED.format(step=step, rank=rank)) as fresh:
+                torch.save([tensor.clone() for tensor in tensors], fresh)
+
     def claim(self, facts: Mapping[str, Any]) -> None:
         """Make the folder this run's."""
         for left in self.path.glob("**/.new-*"):  # a kill interrupted it being written
@@ -121,6 +139,7 @@ class Folder:
             state = {"progress": _plain(progress), "tensors": dict(tensors)}
             with written_whole(self.path / STATE) as fresh:
                 torch.save(state, fresh)
+        self._drop_carried(None if progress.over else progress.step)
         done = {
             "steps": progress.steps,
             "step": progress.step,
@@ -157,6 +176,12 @@ class Folder:
         """Hidden states that were kept; a run that goes on computes them again."""
         for file in self.path.glob(STATES):
             file.unlink(missing_ok=True)
+
+    def _drop_carried(self, but: int | None) -> None:
+        """What was carried at other steps than this one."""
+        kept = set(self.path.glob(CARRIED.format(step=but, rank="*")))
+        for file in set(self.path.glob(CARRIED.format(step="*", rank="*"))) - kept:
+            file.unlink()
 
 
 def _plain(progress: Progress) -> dict[str, Any]:

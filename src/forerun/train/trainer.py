@@ -125,6 +125,7 @@ class Trainer:
         if found:
             progress, tensors = found
             self._restore(tensors)
+            self.objective.carry(self.folder.carried(progress.step, self._processes.rank))
             self._say(f"going on behind step {progress.step} of {progress.steps}")
         else:
             if self._processes.main:
@@ -393,6 +394,9 @@ class Trainer:
 
     def _save(self, progress: Progress) -> None:
         parameters, optimizer = get_state_dict(self._module, self._optimizer, options=_WHOLE)
+        if not progress.over:
+            self.folder.carry(progress.step, self._processes.rank, self.objective.carried())
+        self._processes.wait()  # a state is not there before what belongs to it
         if self._processes.main:
             if not progress.trials:
                 with self._candidate(_network(parameters)) as folder:

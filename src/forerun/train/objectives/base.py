@@ -86,6 +86,15 @@ class Objective(ABC):
         Runs under autocast where products are to be in bfloat16.
         """
 
+    def carried(self) -> Sequence[Tensor]:
+        """What steps hand on to later ones besides the network: a run that is taken up needs it.
+        Each process has its own."""
+        return ()
+
+    def carry(self, tensors: Sequence[Tensor]) -> None:
+        """Go on with what another object of this kind carried."""
+        assert not tensors, f"{self.name} carries nothing"
+
     def rate(self, part: str) -> float:
         """How fast a part learns now, as a share of the recipe's learning rate."""
         return 1.0

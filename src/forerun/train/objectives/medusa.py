@@ -15,7 +15,7 @@ B sequences, R rows, N supervised tokens, S heads, C hidden size, U tokens of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,7 +47,7 @@ class HeadSettings(Settings):
 
 class MedusaSettings(HeadSettings):
     """labels: `soft` teaches the target's law, `hard` the token it wrote. shuffle: rows to keep, so
-    that a step learns from those of many texts; a run that is taken up starts with none.
+    that a step learns from those of many texts.
     """
 
     title = "medusa"
@@ -165,6 +165,12 @@ class Medusa1(MedusaObjective):
             hard=self._s.labels == "hard",
             shuffle=(lambda rows: self._buffer(rows, generator)) if self._s.shuffle else None,
         )
+
+    def carried(self) -> Sequence[Tensor]:
+        return self._buffer.rows
+
+    def carry(self, tensors: Sequence[Tensor]) -> None:
+        self._buffer.fill(tensors)
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         heads = MedusaHeads(self._config)
