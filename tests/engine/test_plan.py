@@ -18,7 +18,7 @@ from forerun.engine.buying import buy, likely
 from forerun.engine.costs import Costs
 from forerun.engine.following import UNASKED
 from forerun.engine.outlook import Trust, appraise
-from forerun.engine.plan import REST, Plan
+from forerun.engine.plan import HOLD, REST, Plan
 from forerun.engine.probing import PROBES
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import Took, Turn
@@ -280,14 +280,47 @@ def test_probes_pay_for_the_first_row_that_they_add() -> None:
     assert world.speedup > 0.985
 
 
-def test_a_plan_that_asks_nobody_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    weighed = []
+@pytest.fixture
+def weighed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list that grows whenever it is weighed whom to ask."""
+    found: list[Any] = []
 
     def count(*args: Any) -> None:
-        weighed.append(args)
+        found.append(args)
         improve(*args)
 
     monkeypatch.setattr("forerun.engine.plan.improve", count)
+    return found
+
+
+def test_a_decision_stands_for_some_steps(weighed: list[Any]) -> None:
+    world = World(Plan(TENTH), lambda _: 0.9).run(400)
+    assert world.share_asked == 1
+    assert len(weighed) < 400 / (1 + HOLD) + 20
+
+
+def test_a_decision_stands_for_the_same_requests_alone(weighed: list[Any]) -> None:
+    plan = Plan(TENTH)
+    World(plan, lambda _: 0.9).run(41)
+    for ids in ([0], [0], [0, 1], [0, 1], [1]):
+        before = len(weighed)
+        budgets = plan.budgets([turn(id=id) for id in ids], 64)
+        assert len(budgets) == len(ids)
+        assert all(budgets)
+    assert len(weighed) == before + 1, "who has left is not asked"
+
+
+def test_a_decision_ends_where_less_may_be_drafted() -> None:
+    plan = Plan(FREE_ROWS)
+    World(plan, lambda _: 0.9).run(41)
+    for _ in range(1 + HOLD):
+        (usual,) = plan.budgets([turn()], 64)
+        (fewer,) = plan.budgets([turn(max_tokens=3)], 64)
+        (tight,) = plan.budgets([turn()], 2)
+        assert fewer == tight == 2 < usual
+
+
+def test_a_plan_that_asks_nobody_rests(weighed: list[Any]) -> None:
     plan = Plan(TENTH, reads=[False])
     world = World(plan, lambda _: 0.0, round=lambda *_: 1.0).run(1000)
     assert world.share_asked > 0, "it is looked at again all the same"

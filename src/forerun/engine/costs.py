@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-import numpy as np
 import torch
 
 from forerun.models.cache import MIN_SPAN, KVStore, Span
@@ -88,8 +87,15 @@ class Costs:
 
     def curve(self, first: int, last: int) -> list[float]:
         """The same before it is multiplied by `factor`, for all rows from `first` to `last`."""
-        rows = np.arange(first, last + 1)
-        curve: list[float] = np.interp(rows, self._places, self._seconds).tolist()
+        curve: list[float] = []
+        begin = first
+        while begin <= last:
+            right, _ = self._between(begin)
+            place, fewer = self._places[right - 1], self._seconds[right - 1]
+            slope = (self._seconds[right] - fewer) / (self._places[right] - place)
+            end = min(last + 1, self._places[right])
+            curve += [fewer + slope * max(0, rows - place) for rows in range(begin, end)]
+            begin = end
         return curve
 
     def least(self, rows: int) -> float:

@@ -8,6 +8,7 @@ the nodes at hand (`buying.py`). Decides about speed, never about text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from forerun.core import Draft, Request
 from forerun.engine.asking import Choice, improve
@@ -20,8 +21,27 @@ from forerun.engine.probing import Probes
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import Took, Turn
 
-REST = 8  # steps after which it is thought over again whether to ask, where nobody was asked
+HOLD = 3  # steps for which it stands who is asked for how much, where it is known what that takes
+REST = 8  # steps for which it stands that nobody is asked
 FEW = 4  # one newcomer in so many requests makes a round no longer than it usually is
+
+
+@dataclass(slots=True)
+class _Decision:
+    """Who is asked, and for how many nodes, for as long as the requests are the same.
+
+    requests: their ids, and whether their hidden states are kept. ways: by place, of those who are
+    asked. paying: places of those for whom it pays to ask drafters that read hidden states; None
+    where that was no question. steps: for which it still stands. rests: whether nothing is to be
+    learned in these.
+    """
+
+    requests: list[tuple[int, bool]]
+    budgets: list[int]
+    ways: dict[int, int]
+    paying: list[int] | None = None
+    steps: int = 0
+    rests: bool = False
 
 
 class Plan:
@@ -44,9 +64,8 @@ class Plan:
         self._usual: set[int] = set()  # ways whose rounds take as long as they usually do
         self._unread: dict[int, int] = {}  # tokens to catch up with in this step, by way
         self._step = 0
-        self._resting: list[int] = []  # requests for none of whom it paid to ask,
-        self._rest = 0  # and for so many further steps they are not asked,
-        self._rests_now = False  # of which this is one
+        self._decision = _Decision([], [], {})
+        self._rests_now = False  # as that says
         self._price = 0.0  # tokens that a further row must bring, as of the last step
 
     # ---- before drafting ------------------------------------------------------------------------
@@ -60,61 +79,76 @@ class Plan:
 
         They fit into `rows_left` together. Sets the way in which each of them is asked.
         """
-        self._rests_now = self._rests(turns)
-        if self._rests_now:
-            return [0] * len(turns)
+        requests = [(turn.request.id, turn.followed) for turn in turns]
+        stands = self._stands(requests, turns, rows_left)
+        self._step += 1
+        if not stands:
+            self._decision = self._decide(requests, turns, rows_left)
+        decision = self._decision
+        self._rests_now = stands and decision.rests
+        for i, way in decision.ways.items():
+            turns[i].way = way
+        self._note([turns[i] for i in decision.ways])
+        if decision.paying is not None:
+            self._following.learn([turns[i].request for i in decision.paying])
+        return decision.budgets
+
+    def _stands(
+        self, requests: list[tuple[int, bool]], turns: Sequence[Turn], rows_left: int
+    ) -> bool:
+        """Whether what was decided goes on for one step more: to think takes time, and while nobody
+        is asked nothing is learned that would change anything."""
+        decision = self._decision
+        if not decision.steps or decision.requests != requests or self._probes.due:
+            return False
+        decision.steps -= 1
+        budgets = decision.budgets
+        return sum(budgets) <= rows_left and all(
+            budgets[i] <= most_nodes(turns[i].request) for i in decision.ways
+        )
+
+    def _decide(
+        self, requests: list[tuple[int, bool]], turns: Sequence[Turn], rows_left: int
+    ) -> _Decision:
         limits = [most_nodes(turn.request) for turn in turns]
         able = [
             [i for i, turn in enumerate(turns) if limits[i] and (turn.followed or not ledger.reads)]
             for ledger in self._ledgers
         ]
-        budgets = [0] * len(turns)
-        self._usual = set()
+        decision = _Decision(requests, [0] * len(turns), {})
         if not any(able) or not rows_left:
-            return budgets
-        self._step += 1
+            return decision
         self._choice = choice = Choice(
             float(len(turns)), self.costs.plain([turn.request.cached for turn in turns])
         )
         for way, places in enumerate(able):
             if places and self._ledgers[way].tried:
-                requests = {i: turns[i].request for i in places}
-                improve(choice, way, self._ledgers[way], requests, self._step)
-        asked = dict(choice.ways)
-        self._look_back(turns, asked, able)
+                asked = {i: turns[i].request for i in places}
+                improve(choice, way, self._ledgers[way], asked, self._step)
+        decision.paying = self._paying(choice.ways, able)
+        ways = dict(choice.ways)
         if (probed := self._probes.choose(choice, turns, able, self._step)) is not None:
             assert self._probes.probe
-            asked[probed] = self._probes.probe.way
-        places = list(asked)[:rows_left]
+            ways[probed] = self._probes.probe.way
+        places = list(ways)[:rows_left]
+        usual = probed is None  # a decision like those to come
         for i in places:
-            turns[i].way = way = asked[i]
-            nodes = LEVELS[choice.level(way)]
-            budgets[i] = min(nodes, limits[i], rows_left // len(places))
-        self._note([turns[i] for i in places])
+            decision.ways[i] = way = ways[i]
+            level = choice.level(way)
+            nodes = min(LEVELS[level], limits[i], rows_left // len(places))
+            decision.budgets[i] = nodes
+            usual = usual and nodes == LEVELS[level] and self._ledgers[way].rounds.seen(level)
         followed = self._reads and any(turn.followed for turn in turns)
-        self._rest = 0 if places or followed else REST
-        self._resting = [turn.request.id for turn in turns]
-        return budgets
+        decision.rests = not (places or followed)
+        decision.steps = REST if decision.rests else HOLD if usual else 0
+        return decision
 
-    def _rests(self, turns: Sequence[Turn]) -> bool:
-        """While nobody is asked nothing is learned, so that to think it over would change nothing
-        but the time that a plain step takes."""
-        if not self._rest or self._probes.due:
-            return False
-        if [turn.request.id for turn in turns] != self._resting:
-            return False
-        self._rest -= 1
-        self._step += 1
-        return True
-
-    def _look_back(
-        self, turns: Sequence[Turn], ways: dict[int, int], able: Sequence[Sequence[int]]
-    ) -> None:
-        """Remember for whom it pays to ask those who read, where any of them can be asked."""
+    def _paying(self, ways: dict[int, int], able: Sequence[Sequence[int]]) -> list[int] | None:
+        """For whom it pays to ask those who read, where any of them can be asked."""
         reads = [ledger.reads for ledger in self._ledgers]
-        tried = [ledger.reads and ledger.tried for ledger in self._ledgers]
-        if any(tried[way] and places for way, places in enumerate(able)):
-            self._following.learn([turns[i].request for i, way in ways.items() if reads[way]])
+        if not any(each.reads and each.tried and able[i] for i, each in enumerate(self._ledgers)):
+            return None
+        return [i for i, way in ways.items() if reads[way]]
 
     def _note(self, asked: Sequence[Turn]) -> None:
         """Those who are asked now, what they have to catch up with, and whether what it takes tells

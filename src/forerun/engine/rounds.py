@@ -82,6 +82,10 @@ class Rounds:
         """Whether any round was seen."""
         return any(level.count for level in self._levels)
 
+    def seen(self, level: int) -> bool:
+        """Whether any round was seen at this level."""
+        return self._levels[level].count > 0
+
     def seconds(self, requests: int) -> list[float]:
         """Seconds of a round for so many requests, at each level."""
         known = self._known.get(requests)
