@@ -125,4 +125,7 @@ def test_requests_do_not_mix() -> None:
     drafts = drafter.propose([one, two], [4, 4])
     assert [draft.tokens[0] for draft in drafts] == [2, 5]
     drafter.release(one)
+    drafter.laws([two], [4])
+    drafter.laws([one], [4])
+    drafter.release(one)
     assert list(drafter._tries) == [2]  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from forerun.core import Request
 from forerun.drafters import corpus_file
 from forerun.drafters.base import DraftContext, Known
 from forerun.drafters.corpus_file import Header, fingerprint
+from forerun.drafters.counting import Counting, CountingRounds
 from forerun.drafters.counts import Matches, Trie, mixture
 from forerun.drafters.laws import Law
 from forerun.drafters.lookup import LawLookup
@@ -24,6 +25,7 @@ from forerun.errors import ConfigError
 from forerun.interop import shipped
 
 REQUEST_ORDER = 16  # longest ending that is looked for in the request
+REQUEST_WEIGHT = 1.0  # sightings that one there counts for
 NEGLIGIBLE = 1e-2  # probability left over at which shorter endings no longer matter
 EQUAL_TRUST = 2.0  # length of an ending from which on the request is trusted more than the corpus
 
@@ -70,6 +72,18 @@ class CorpusDrafter(LawLookup):
         _check(self._corpus.header, options.file, context)
         self._couples = not context.independent_noise
         self._tries: dict[int, Trie] = {}
+        counting = Counting(
+            corpus=self._corpus,
+            order=REQUEST_ORDER,
+            weight=REQUEST_WEIGHT,
+            negligible=NEGLIGIBLE,
+            equal_trust=EQUAL_TRUST,
+            floor=options.min_prob,
+            noiseless=NOISELESS,
+            coupling=COUPLING,
+            unknown_noise=UNKNOWN_NOISE,
+        )
+        self._rounds = CountingRounds.make(counting, options.nodes, options.k, self._couples)
 
     @classmethod
     def look(cls, options: Settings, known: Known) -> None:
@@ -98,7 +112,7 @@ class CorpusDrafter(LawLookup):
         if trie is None:
             trie = self._tries[request.id] = Trie(request.tokens, REQUEST_ORDER)
         trie.update()
-        return trie.endings(1.0)
+        return trie.endings(REQUEST_WEIGHT)
 
     def _successors(self, request: Request) -> Callable[[_State], Iterable[tuple[int, float]]]:
         """The tokens that may follow in a state, as the target would choose among them."""

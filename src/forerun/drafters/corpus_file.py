@@ -84,7 +84,7 @@ class Corpus:
     """Reads the tables, by views of memory: asking an array library would take longer."""
 
     def __init__(self, header: Header, tables: Tables) -> None:
-        self.header = header
+        self.header, self.tables = header, tables
         self.order = header.order
         self.contexts, self.followers = len(tables.keys_C), len(tables.followers_E)
         self._keys = tables.keys_C.data

@@ -11,6 +11,7 @@ from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
+from forerun.drafters.counting import CountingRounds
 from forerun.drafters.laws import SILENT, Law
 from forerun.drafters.tree import best_first
 
@@ -42,9 +43,11 @@ class Lookup(Drafter):
 
 
 class LawLookup(Lookup):
-    """A lookup that knows a law on every path: it proposes the most probable ones."""
+    """A lookup that knows a law on every path: it proposes the most probable ones, all requests in
+    one compiled call where it has such `_rounds`."""
 
     makes_trees = True
+    _rounds: CountingRounds | None = None
 
     @abstractmethod
     def _law(self, request: Request) -> Law:
@@ -55,6 +58,22 @@ class LawLookup(Lookup):
             self._law(request) if budget > 0 and request.remaining > 1 else SILENT
             for request, budget in zip(requests, budgets, strict=True)
         ]
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        if not self._rounds:
+            return super().propose(requests, budgets)
+        able = [i for i, each in enumerate(requests) if budgets[i] > 0 and each.remaining > 1]
+        drafts = [Draft()] * len(requests)
+        asked, nodes = [requests[i] for i in able], [budgets[i] for i in able]
+        found = self._rounds.propose(asked, nodes, self._calibration)
+        for i, draft in zip(able, found, strict=True):
+            drafts[i] = draft
+        return drafts
+
+    def release(self, request: Request) -> None:
+        if self._rounds:
+            self._rounds.release(request)
+        super().release(request)
 
     def _propose(self, request: Request, budget: int) -> Draft:
         if budget <= 0 or request.remaining <= 1:

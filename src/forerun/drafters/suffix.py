@@ -15,6 +15,7 @@ from pydantic import Field
 from forerun.config import Settings
 from forerun.core import Request
 from forerun.drafters.base import DraftContext
+from forerun.drafters.counting import Counting, CountingRounds
 from forerun.drafters.counts import END, Matches, Trie, mixture
 from forerun.drafters.laws import Law
 from forerun.drafters.lookup import LawLookup
@@ -51,6 +52,12 @@ class Suffix(LawLookup):
         self._options = options
         self._tries: dict[int, Trie] = {}
         self._past = _Past(options) if options.shared else None
+        floor = options.min_prob
+        if not self._past:
+            counting = Counting(
+                order=options.order, weight=REQUEST_WEIGHT, negligible=floor, floor=floor
+            )
+            self._rounds = CountingRounds.make(counting, options.k, depth=options.k)
 
     def release(self, request: Request) -> None:
         self._tries.pop(request.id, None)

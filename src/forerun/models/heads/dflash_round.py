@@ -75,7 +75,7 @@ class DFlashRounds(Rounds):
     a batch."""
 
     def __init__(self, backend: Compiled, store: KVStore, blocks: Blocks) -> None:
-        super().__init__(backend)
+        super().__init__(backend.lib)
         self._backend, self._store = backend, store
         self._blocks = b = blocks  # keeps alive what the addresses point to
         self._address = BlocksOfRound(

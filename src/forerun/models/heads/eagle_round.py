@@ -85,7 +85,7 @@ class EagleRounds(Rounds):
     """Rows that are due and trees over them, for all requests of a batch."""
 
     def __init__(self, backend: Compiled, store: KVStore, network: Network) -> None:
-        super().__init__(backend)
+        super().__init__(backend.lib)
         self._backend, self._store = backend, store
         self._network = n = network  # keeps alive what the addresses point to
         norms = [norm_C.data_ptr() for norm_C in n.feature_norms]

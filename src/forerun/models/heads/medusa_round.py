@@ -55,7 +55,7 @@ class MedusaRounds(Rounds):
     """The heads of all requests of a batch, and trees of what they say."""
 
     def __init__(self, backend: Compiled, heads: Heads) -> None:
-        super().__init__(backend)
+        super().__init__(backend.lib)
         self._row = backend.config.hidden_size * backend.dtype.itemsize
         self._heads = heads  # keeps alive what the addresses point to
         self._others = _matrices([matrix for layer in heads.others for matrix in layer])

@@ -131,8 +131,8 @@ class Rounds:
     """Trees for all requests of a batch in one call. seconds: what the passes of the last round
     took, from what they are fed to the logits."""
 
-    def __init__(self, backend: Compiled) -> None:
-        self._lib = backend.lib
+    def __init__(self, lib: ctypes.CDLL) -> None:
+        self._lib = lib
         self.seconds = 0.0
 
     def _run(

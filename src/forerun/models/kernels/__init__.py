@@ -23,7 +23,7 @@ from forerun.home import cache_folder, written_whole
 
 FOLDER = Path(__file__).parent
 VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "settle")
-ROUNDS = ("eagle", "medusa", "dflash")
+ROUNDS = ("eagle", "medusa", "dflash", "counting")
 SOURCES, HEADERS = sorted(FOLDER.glob("*.c")), sorted(FOLDER.glob("*.h"))
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
@@ -198,6 +198,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.eagle_round.argtypes = (pointer, pointer, ctypes.c_double, pointer, *trees)
     lib.medusa_round.argtypes = (pointer, pointer, pointer, *trees)
     lib.dflash_round.argtypes = (pointer, pointer, int32, pointer, *trees)
+    lib.counting_round.argtypes = (pointer, pointer, pointer, *trees)
     for name in ("rank", *(f"{name}_round" for name in ROUNDS)):
         getattr(lib, name).restype = ctypes.c_double
     return lib
