@@ -131,6 +131,17 @@ def texts_in(value: object) -> Iterator[str]:
             yield from texts_in(part)
 
 
+def taken_by(files: list[Path]) -> set[tuple[str, ...]]:
+    """The runs of all texts in JSONL files."""
+    return {
+        run
+        for file in files
+        for line in file.read_text().splitlines()
+        for text in texts_in(json.loads(line))
+        for run in runs(text)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Derive prompts that bring a text along.")
     parser.add_argument("answers", type=Path)
@@ -141,13 +152,7 @@ def main() -> None:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     answers = [json.loads(line) for line in options.answers.read_text().splitlines()]
-    taken = {
-        run
-        for file in options.without
-        for line in file.read_text().splitlines()
-        for text in texts_in(json.loads(line))
-        for run in runs(text)
-    }
+    taken = taken_by(options.without)
     kinds: list[Callable[[], Iterator[str]]] = [
         lambda: summaries(answers, draw),
         lambda: translations(answers, draw),
