@@ -170,7 +170,7 @@ class Medusa1(MedusaObjective):
         return self._buffer.rows
 
     def carry(self, tensors: Sequence[Tensor]) -> None:
-        self._buffer.fill(tensors)
+        self._buffer.fill([each.to(self.target.info.device) for each in tensors])
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         heads = MedusaHeads(self._config)
