@@ -21,7 +21,7 @@ def test_costs_are_straight_lines_between_points() -> None:
 
 def test_more_rows_are_never_cheaper() -> None:
     costs = Costs({1: 10.0, 8: 9.0, 32: 12.0})
-    assert [costs[8], costs[20], costs[32]] == [10, 11, 12]
+    assert [costs[1], costs[8], costs[20], costs[32]] == [9, 9, 10.5, 12]
 
 
 def test_one_point_is_enough() -> None:
@@ -57,7 +57,7 @@ def test_the_fit_predicts_what_was_not_measured(slots: int, error: float) -> Non
 
 
 def test_noise_makes_nothing_negative() -> None:
-    seconds = {Load(1, 1): 10.0, Load(1, 8): 9.0, Load(1, 1, 64): 9.5, Load(1, 8, 64): 9.0}
+    seconds = {Load(1, 1): 10.0, Load(1, 8): 9.0, Load(1, 1, 64): 8.5, Load(1, 8, 64): 8.0}
     costs = fit(seconds | {Load(8, 1, 8): 8.0})
     assert (costs.key, costs.row_key, costs.sequence) == (0, 0, 0)
 
@@ -72,6 +72,13 @@ def test_measured_costs_follow_the_machine_and_given_ones_do_not() -> None:
     assert given[1] == 1.0
     costs.correct(1, 1.2, 100.0)  # an interruption
     assert costs[1] < 1.28
+
+
+def test_what_other_work_came_upon_is_no_more_than_what_more_rows_took() -> None:
+    costs = fit(
+        {Load(1, 1): 1.0, Load(1, 4): 7.0, Load(1, 8): 1.2, Load(1, 12): 9.0, Load(1, 32): 3.0}
+    )
+    assert [costs[1], costs[4], costs[8], costs[12], costs[32]] == [1.0, 1.2, 1.2, 3.0, 3.0]
 
 
 def test_costs_of_many_rows_are_corrected_against_those_of_few() -> None:

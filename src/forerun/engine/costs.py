@@ -15,13 +15,14 @@ from forerun.models.cache import MIN_SPAN, KVStore, Span
 from forerun.models.target import Segment, Target
 
 # Of one sequence without a prefix; the most telling first. Kernels walk over eight rows at a time.
-ROWS = (1, 8, 32, 2, 16, 9, 4, 12, 64)
+ROWS = (1, 8, 32, 2, 16, 9, 6, 4, 12, 64)
 CONTEXT = 1024  # tokens of prefix, in all sequences of a pass together
 SEQUENCES = 8
 REPEATS = 8  # the fastest counts: other work on the machine only ever adds
 SECONDS = 1.5  # after which nothing further is measured, however slow the target
 FAR = 2**20  # rows, up to which the last straight line goes on
 RATE = 1 / 8  # weight of one step in the correction, of all costs and of those for as many rows
+NEAR = 0.5  # share of such a correction that the next number of rows measured has, and so on
 BENT = 2.0  # times, or parts, by which costs for some rows may be corrected beyond all others
 MOST = 0.25  # relative correction by one step, so that an interruption counts for little
 
@@ -57,8 +58,8 @@ class Costs:
         learns: bool = False,
     ) -> None:
         rows = sorted(points)
-        # More rows are never cheaper: what looks so is the clock's noise.
-        seconds: list[float] = list(accumulate((points[each] for each in rows), max))
+        # More rows are never cheaper: where it looks so, other work came upon fewer of them.
+        seconds = list(accumulate((points[each] for each in reversed(rows)), min))[::-1]
         slope = 0.0
         if len(rows) > 1:
             slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
@@ -127,16 +128,20 @@ class Costs:
     def correct(self, rows: int, predicted: float, measured: float) -> None:
         """Learn from a step with so many rows. The engine's own work for a step comes in here, too.
 
-        All costs move towards what it took, those for about as many rows further than the others:
-        whether a row is nearly free depends on how fast memory is, which other programs change.
+        All costs move towards what it took, those for about as many rows further than the others,
+        the further the nearer they are: whether a row is nearly free depends on how fast memory is,
+        which other programs change, and passes of one or eight rows wait for it alike.
         """
         if not self._learns:
             return
         step = 1 + RATE * min(MOST, max(-MOST, measured / predicted - 1))
         self.factor *= step
         right, share = self._between(rows)
-        for i, weight in ((right - 1, 1 - share), (right, share)):
-            self._bends[i] = min(BENT, max(1 / BENT, self._bends[i] * step**weight))
+        place = right - 1 + share
+        self._bends = [
+            min(BENT, max(1 / BENT, bend * step ** (NEAR ** abs(i - place))))
+            for i, bend in enumerate(self._bends)
+        ]
         self._bends[-1] = self._bends[-2]
         self._seconds = list(accumulate(map(mul, self._measured, self._bends), max))
 
