@@ -32,7 +32,7 @@ class ShuffleBuffer:
     def fill(self, rows: Sequence[Tensor]) -> None:
         """Put what another buffer of this size kept in the place of what is here."""
         self._count = len(rows[0]) if rows else 0
-        self._kept = [each.new_empty(self._size, *each.shape[1:]) for each in rows]
+        self._make_room(rows)
         for kept, each in zip(self._kept, rows, strict=True):
             kept[: self._count] = each
 
@@ -45,7 +45,7 @@ class ShuffleBuffer:
         if count >= self._size:
             return list(rows)
         if not self._kept:
-            self._kept = [each.new_empty(self._size, *each.shape[1:]) for each in rows]
+            self._make_room(rows)
         room = min(count, self._size - self._count)
         end = self._count + room
         for kept, new in zip(self._kept, rows, strict=True):
@@ -56,3 +56,7 @@ class ShuffleBuffer:
         for kept, new in zip(self._kept, rows, strict=True):
             kept[places_N[: count - room]] = new[room:]
         return left
+
+    def _make_room(self, rows: Sequence[Tensor]) -> None:
+        """For so many tensors of such rows."""
+        self._kept = [each.new_empty(self._size, *each.shape[1:]) for each in rows]

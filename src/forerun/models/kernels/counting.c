@@ -3,8 +3,6 @@
 #include "noise.h"
 #include "rounds.h"
 
-#define STEP 0x9E3779B97F4A7C15u /* of the keys of a corpus */
-
 typedef struct { /* a file, see drafters/corpus_file.py */
     const uint64_t *keys;  /* [contexts], sorted */
     const int32_t *begins; /* [contexts + 1] */
@@ -38,7 +36,7 @@ typedef struct { /* a token that may follow */
     int32_t seen;    /* in the request, behind endings as long as those looked at */
 } Follower;
 
-typedef struct Open { /* a node that may be taken next */
+typedef struct { /* a node that may be taken next */
     double reached;   /* the belief that it and all its ancestors are right */
     double belief;
     int64_t token;
@@ -60,13 +58,18 @@ typedef struct {
     int32_t count, opened;
 } Round;
 
+/* Tokens of the longest ending that anybody asks for. */
+static int32_t reach(const Counting *net) {
+    return net->corpus ? larger_of(net->order, net->corpus->order) : net->order;
+}
+
 static size_t lay_out(Round *r, char *begin) {
     const Counting *net = r->net;
     Memory memory = {.begin = begin};
     int32_t nodes = r->tree->nodes, length = r->text->length;
     int32_t tokens = length + (net->corpus ? net->corpus->most : 0);
     for (r->slots = 64; r->slots < 2 * tokens;) r->slots *= 2;
-    r->ending = take(&memory, larger_of(net->order, net->corpus ? net->corpus->order : 0) * sizeof(int64_t));
+    r->ending = take(&memory, reach(net) * sizeof(int64_t));
     r->next = take(&memory, length * sizeof(int64_t));
     r->matched = take(&memory, length * sizeof(int32_t));
     r->law = take(&memory, tokens * sizeof(Follower));
@@ -88,7 +91,7 @@ static int32_t end_of_path(Round *r, int32_t node, int32_t wanted) {
 }
 
 static Follower *follower(Round *r, int64_t token) {
-    uint32_t mask = r->slots - 1, at = (uint32_t)(token * STEP >> 32) & mask;
+    uint32_t mask = r->slots - 1, at = (uint32_t)(token * GOLDEN >> 32) & mask;
     for (; r->places[at] >= 0; at = (at + 1) & mask)
         if (r->law[r->places[at]].token == token) return &r->law[r->places[at]];
     r->places[at] = r->known;
@@ -102,7 +105,7 @@ static int32_t context_of(const Corpus *c, const int64_t *ending, int32_t length
     int32_t found = 0;
     uint64_t key = 0;
     for (int32_t i = 0; i < length; i++) {
-        key = (key ^ (uint64_t)(ending[i] + 1)) * STEP;
+        key = (key ^ (uint64_t)(ending[i] + 1)) * GOLDEN;
         key ^= key >> 32;
         int32_t low = 0, high = c->contexts;
         while (low < high) {
@@ -189,7 +192,7 @@ static void couple(Round *r, int32_t drafted) {
 /* What may follow a node, -1: the root, at so many tokens behind it. */
 static void find_law(Round *r, int32_t node, int32_t drafted) {
     const Counting *net = r->net;
-    int32_t length = end_of_path(r, node, larger_of(net->order, net->corpus ? net->corpus->order : 0));
+    int32_t length = end_of_path(r, node, reach(net));
     r->known = 0;
     memset(r->places, -1, r->slots * sizeof(int32_t));
     if (net->corpus) look_up(r, length);
