@@ -8,6 +8,7 @@
 
 #define ROWS 8  /* that share one walk over a block: their sums fill the registers */
 #define SOON 48 /* steps of a walk that memory needs */
+#define FEW 6   /* rows with which the processor's own prefetching keeps memory busy */
 
 static int64_t words_of_block(const Matrix *m, int bf16) { return (int64_t)COLUMNS * (m->in >> bf16); }
 
@@ -59,7 +60,8 @@ INLINE void block_product(const Matrix *m, const void *x, const void *residual, 
 /* All rows times one block, in walks that are as even as can be, because few rows wait for their sums.
  * Memory is to be busy all the time, not only in the first walk, where weights come from it: so the
  * first two ask for a half each of what comes behind the block (`next`, or null), and one that is
- * alone for what it needs itself soon. */
+ * alone for what it needs itself soon. With few rows the processor looks ahead by itself, and requests
+ * beside its own only slow it down. */
 INLINE void rows_product(const Matrix *m, const void *x, const void *residual, void *out, int32_t rows,
                          int32_t block, const uint32_t *next, const int bf16, const int out_bf16) {
     int64_t walks = (rows + ROWS - 1) / ROWS, half = words_of_block(m, bf16) / 2;
@@ -69,7 +71,8 @@ INLINE void rows_product(const Matrix *m, const void *x, const void *residual, v
         switch (rows * (walk + 1) / walks - r) {
 #define CASE(n)                                                                                   \
     case n:                                                                                       \
-        if (walks == 1) block_product(m, x, residual, out, r, n, block, soon, 2, bf16, out_bf16); \
+        if (walks == 1)                                                                           \
+            block_product(m, x, residual, out, r, n, block, soon, n > FEW ? 2 : 0, bf16, out_bf16); \
         else if (walk < 2 && next)                                                                \
             block_product(m, x, residual, out, r, n, block, next + walk * half, 1, bf16, out_bf16); \
         else block_product(m, x, residual, out, r, n, block, next, 0, bf16, out_bf16);            \
