@@ -376,6 +376,54 @@ def test_a_text_that_begins_to_repeat_itself_is_drafted_again() -> None:
     assert sum(asked[1300:]) == 100
 
 
+class Eager(Plan):
+    """Learns from every step at once."""
+
+    def learn(self, asked: Sequence[Turn], took: Took) -> None:
+        super().learn(asked, took)
+        self._catch_up()
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_steps_are_learned_from_before_anything_is_decided(
+    stands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not stands:
+        monkeypatch.setattr("forerun.engine.plan.HOLD", 0)
+        monkeypatch.setattr("forerun.engine.plan.REST", 0)
+
+    def run(plan: Plan) -> World:
+        changing = [0.2, 0.8, 0.5, 0.02]
+        world = World(plan, lambda _: changing[len(world.asked) // 100 % 4])
+        world.round = lambda requests, nodes: 0.1 * requests * nodes
+        return world.run(600)
+
+    late, early = run(Plan(learning())), run(Eager(learning()))
+    assert (late.asked == early.asked) != stands
+    assert stands or (late.tokens, late.seconds) == (early.tokens, early.seconds)
+
+
+def learning() -> Costs:
+    return Costs({1: 10.0, 11: 20.0}, learns=True)
+
+
+def test_nothing_is_kept_of_requests_that_ended_while_a_decision_stood() -> None:
+    plan = Plan(TENTH)
+    World(plan, lambda _: 0.9).run(50)
+    assert plan._lessons
+    plan.forget(request(0))
+    assert not plan._lessons
+    assert not any(ledger._outlooks for ledger in plan._ledgers)
+    assert not plan._trusts._each
+
+
+def test_a_plan_that_is_not_asked_any_more_does_not_keep_steps_for_ever() -> None:
+    plan = Plan(TENTH)
+    for _ in range(100):
+        plan.learn([], Took(1, 10.0, 0.0))
+        assert len(plan._lessons) <= REST
+
+
 def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     plan = Plan(TENTH)
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)
@@ -457,7 +505,8 @@ def test_a_drafter_that_is_better_than_it_says_is_not_expected_to_do_wonders() -
     for _ in range(20):
         plan.keep([modest], 1, 0.0)
         plan.learn([modest], Took(2, 10.0, 0.0, 10.0))
-    assert plan._trust_in(modest.request).honesty > 1.15
+    (trust,) = plan._trusts.believe([modest.request])
+    assert trust > 1.15
     worths = plan._ledgers[0].worths(modest.request)
     assert all(worth <= nodes for worth, nodes in zip(worths, LEVELS, strict=True))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.core import Draft
 from forerun.drafters.tree import prune
@@ -11,8 +11,7 @@ from forerun.engine.costs import Costs
 from forerun.engine.scheduler import NOTHING, Turn
 
 
-@dataclass(frozen=True, slots=True)
-class Purchase:
+class Purchase(NamedTuple):
     """kept: the parts of the drafts that are bought. price: tokens a further row must bring.
 
     likely: per turn, the nodes that may be worth a row somewhere, with their chances.

@@ -69,15 +69,16 @@ class Costs:
         )
         self._bends = [1.0] * len(self._places)
         self._seconds = self._measured
+        # As worked out last, by the first rows.
+        self._curves: dict[int, list[float]] = {}
+        self._flattest: dict[int, float] = {}
         self.sequence, self.key, self.row_key = sequence, key, row_key
         self.factor = 1.0
         self._learns = learns
 
     def __getitem__(self, rows: int) -> float:
         """Seconds of so many rows of one sequence without a prefix."""
-        right, share = self._between(rows)
-        fewer, more = self._seconds[right - 1 : right + 1]
-        return self.factor * (fewer + share * (more - fewer))
+        return self.factor * self.curve(rows, rows)[0]
 
     def _between(self, rows: int) -> tuple[int, float]:
         """The index of the first place with more rows, and how near to it these are, from 0 at the
@@ -88,8 +89,12 @@ class Costs:
         return right, max(0, rows - fewer) / (more - fewer)
 
     def curve(self, first: int, last: int) -> list[float]:
-        """The same before it is multiplied by `factor`, for all rows from `first` to `last`."""
-        curve: list[float] = []
+        """The same before it is multiplied by `factor`, for all rows from `first` on, to `last` at
+        least."""
+        curve = self._curves.get(first, [])
+        if len(curve) > last - first:
+            return curve
+        curve = self._curves[first] = []
         begin = first
         while begin <= last:
             right, _ = self._between(begin)
@@ -102,11 +107,17 @@ class Costs:
 
     def least(self, rows: int) -> float:
         """Seconds that a row costs at least, where there are `rows` already."""
+        flattest = self._flattest.get(rows)
+        if flattest is None:
+            flattest = self._flattest[rows] = self._slope_from(rows)
+        return self.factor * flattest
+
+    def _slope_from(self, rows: int) -> float:
         places, seconds = self._places, self._seconds
         if rows < places[0]:
             return 0.0
         begin = bisect_right(places, rows) - 1
-        return self.factor * min(
+        return min(
             (seconds[i + 1] - seconds[i]) / (places[i + 1] - places[i])
             for i in range(begin, len(places) - 1)
         )
@@ -144,6 +155,8 @@ class Costs:
         ]
         self._bends[-1] = self._bends[-2]
         self._seconds = list(accumulate(map(mul, self._measured, self._bends), max))
+        self._curves.clear()
+        self._flattest.clear()
 
 
 def loads(slots: int) -> list[Load]:

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 
+from forerun.core import Request
 from forerun.engine.rounds import LEVELS
 
 FIRST = [1 - 0.4**nodes for nodes in LEVELS]  # of a drafter never asked: worth trying out
@@ -61,6 +62,34 @@ class Trust:
                 self._first *= 0.5  # what is never right shall not stay a little credible
         self._promised += promised
         self._accepted += accepted
+
+
+class Trusts:
+    """That in drafters, and that in drafts for each request."""
+
+    def __init__(self) -> None:
+        self._all = Trust()
+        self._each: dict[int, Trust] = {}
+
+    def believe(self, requests: Sequence[Request]) -> list[float]:
+        """Accepted tokens for each that is promised to these requests."""
+        honesty = self._all.honesty
+        return [self._of(request).believe(honesty) for request in requests]
+
+    def settle(self, request: Request, promised: float, accepted: int) -> None:
+        """Learn from what became of the nodes that were verified."""
+        self._all.settle(promised, accepted)
+        self._of(request).settle(promised, accepted)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._each.pop(request.id, None)
+
+    def _of(self, request: Request) -> Trust:
+        found = self._each.get(request.id)
+        if found is None:
+            found = self._each[request.id] = Trust(self._all)
+        return found
 
 
 class Outlook:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.core import Draft, Request
 from forerun.engine.asking import Choice, improve
@@ -16,7 +17,7 @@ from forerun.engine.buying import buy, likely
 from forerun.engine.costs import Costs
 from forerun.engine.following import Following
 from forerun.engine.ledger import Ledger
-from forerun.engine.outlook import MAX_NODES, Trust, appraise
+from forerun.engine.outlook import MAX_NODES, Trusts, appraise
 from forerun.engine.probing import Probes
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import Took, Turn
@@ -44,6 +45,28 @@ class _Decision:
     rests: bool = False
 
 
+class _Promise(NamedTuple):
+    """A draft as it was proposed. chances: of the nodes that may be worth a row. whole: all of them
+    must be bought."""
+
+    turn: Turn
+    chances: dict[int, float]
+    nodes: int
+    whole: bool
+
+
+class _Lesson(NamedTuple):
+    """A step, to be learned from. usual: ways whose rounds took as long as they usually do. unread:
+    tokens that were caught up with, by way. price: tokens that a further row had to bring."""
+
+    asked: Sequence[Turn]
+    took: Took
+    usual: set[int]
+    unread: dict[int, int]
+    promises: list[_Promise]
+    price: float
+
+
 class Plan:
     """Speculates as much as raises tokens per second, which may be nothing.
 
@@ -58,15 +81,17 @@ class Plan:
         self._reads = any(reads)
         self._probes = Probes(self._ledgers)
         self._following = Following()
-        self._trust = Trust()
-        self._trusts: dict[int, Trust] = {}  # by request
+        self._trusts = Trusts()
         self._choice = Choice(0.0, 1.0)
-        self._usual: set[int] = set()  # ways whose rounds take as long as they usually do
-        self._unread: dict[int, int] = {}  # tokens to catch up with in this step, by way
         self._step = 0
         self._decision = _Decision([], [], {})
         self._rests_now = False  # as that says
-        self._price = 0.0  # tokens that a further row must bring, as of the last step
+        self._lessons: list[_Lesson] = []
+        # Of this step, as lessons have them; the price is that of the last one with drafts.
+        self._usual: set[int] = set()
+        self._unread: dict[int, int] = {}
+        self._promises: list[_Promise] = []
+        self._price = 0.0
 
     # ---- before drafting ------------------------------------------------------------------------
 
@@ -82,7 +107,9 @@ class Plan:
         requests = [(turn.request.id, turn.followed) for turn in turns]
         stands = self._stands(requests, turns, rows_left)
         self._step += 1
+        self._promises = []
         if not stands:
+            self._catch_up()
             self._decision = self._decide(requests, turns, rows_left)
         decision = self._decision
         self._rests_now = stands and decision.rests
@@ -175,31 +202,23 @@ class Plan:
         show whether that is still so.
         """
         drafts = [turn.draft for turn in turns]
-        honesty = self._trust.honesty
-        trusts = [self._trust_in(turn.request).believe(honesty) for turn in turns]
+        trusts = self._trusts.believe([turn.request for turn in turns])
         probed = None
         if self._probes.probe:
             probed = next((i for i, turn in enumerate(turns) if self._probes.asks(turn)), None)
         chances: list[dict[int, float]] = [{}] * len(turns)
+        kept = drafts
         if any(drafts):
             taken = [1.0 if i == probed else trust for i, trust in enumerate(trusts)]
-            bought = buy(self.costs, turns, taken, rows, spent)
-            drafts, self._price, chances = bought.kept, bought.price, bought.likely
+            kept, self._price, chances = buy(self.costs, turns, taken, rows, spent)
         if probed is not None:
             chances[probed] = likely(turns[probed].draft, trusts[probed], 0.0)
-        self._look_forward(turns, chances)
-        return drafts
-
-    def _look_forward(self, turns: Sequence[Turn], chances: Sequence[dict[int, float]]) -> None:
-        """Learn from what drafts promise, as far as they are trusted."""
-        for turn, each in zip(turns, chances, strict=True):
-            if turn.budget:
-                draft = turn.draft
-                whole = draft.probs_NV is not None
-                worths, passes = appraise(
-                    each.values(), len(draft), turn.budget, whole, self._price
-                )
-                self._ledgers[turn.way].expect(turn.request, worths, passes)
+        self._promises = [
+            _Promise(turn, found, len(draft), draft.probs_NV is not None)
+            for turn, draft, found in zip(turns, drafts, chances, strict=True)
+            if turn.budget
+        ]
+        return kept
 
     def predict(self, turns: Sequence[Turn]) -> float:
         """Seconds that a step takes beside drafting and this plan; 0: nothing is said of one that
@@ -213,21 +232,46 @@ class Plan:
     # ---- after the step -------------------------------------------------------------------------
 
     def learn(self, asked: Sequence[Turn], took: Took) -> None:
-        """Compare with what was expected."""
+        """Compare with what was expected, as soon as something is to be decided.
+
+        What comes behind a pass finds nothing in the processor's caches, so that one lesson takes
+        as long as several.
+        """
+        each = _Lesson(asked, took, self._usual, self._unread, self._promises, self._price)
+        self._lessons.append(each)
+        if len(self._lessons) > REST:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Learn from the steps since the last decision."""
+        lessons, self._lessons = self._lessons, []
+        for each in lessons:
+            for promise in each.promises:
+                self._look_forward(promise, each.price)
+            self._look_back(each)
+
+    def _look_forward(self, promise: _Promise, price: float) -> None:
+        """Learn from what a draft promised, as far as it was trusted."""
+        turn, chances, nodes, whole = promise
+        worths, passes = appraise(chances.values(), nodes, turn.budget, whole, price)
+        self._ledgers[turn.way].expect(turn.request, worths, passes)
+
+    def _look_back(self, lesson: _Lesson) -> None:
+        """Learn from what became of it."""
+        asked, took = lesson.asked, lesson.took
         if took.predicted:
             self.costs.correct(took.rows, took.predicted, took.seconds - took.speculating)
         for turn in asked:
             if turn.draft and not self._probes.replaces(turn):
                 assert turn.verdict
                 promised, accepted = sum(turn.draft.survival), len(turn.verdict.path)
-                self._trust.settle(promised, accepted)
-                self._trust_in(turn.request).settle(promised, accepted)
+                self._trusts.settle(turn.request, promised, accepted)
         told = sum(turn.drafting for turn in asked)
         for way in {turn.way for turn in asked}:
             group = [turn for turn in asked if turn.way == way]
             # What it takes to learn from the step is drafting, too.
             part = sum(turn.drafting for turn in group) / told if told else len(group) / len(asked)
-            self._learn_round(way, len(group), part * took.speculating)
+            self._learn_round(lesson, way, len(group), part * took.speculating)
             for turn in group:
                 if self._probes.asks(turn):
                     seconds = part * took.speculating
@@ -236,34 +280,29 @@ class Plan:
                     self._probes.pay(turn, self._choice, len(group), seconds, rows_took)
         self._probes.earn(took.seconds)
 
-    def _learn_round(self, way: int, requests: int, seconds: float) -> None:
+    def _learn_round(self, lesson: _Lesson, way: int, requests: int, seconds: float) -> None:
         """What a probe takes longer in its first step than in its second is catching up."""
         ledger, level, probe = self._ledgers[way], self._choice.level(way), self._probes.of(way)
-        if way in self._usual:
+        if way in lesson.usual:
             if probe and probe.first:
                 if ledger.rounds.known:  # else much was done in it that is done only once
                     ledger.learn_catch_up(probe.unread, probe.first - seconds)
                 probe.first = 0.0
             ledger.rounds.learn(level, requests, seconds)
         elif probe:
-            probe.first, probe.unread = seconds, self._unread[way]
+            probe.first, probe.unread = seconds, lesson.unread[way]
         elif ledger.catch_ups:
-            seconds -= ledger.catch_up(self._unread[way])
+            seconds -= ledger.catch_up(lesson.unread[way])
             if seconds > 0:
                 ledger.rounds.learn(level, requests, seconds)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        self._catch_up()
         for ledger in self._ledgers:
             ledger.forget(request)
         self._following.forget(request)
-        self._trusts.pop(request.id, None)
-
-    def _trust_in(self, request: Request) -> Trust:
-        found = self._trusts.get(request.id)
-        if found is None:
-            found = self._trusts[request.id] = Trust(self._trust)
-        return found
+        self._trusts.forget(request)
 
 
 def most_nodes(request: Request) -> int:
