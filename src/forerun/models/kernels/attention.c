@@ -98,22 +98,29 @@ INLINE void score(State *const state[], const int n, const Tile *tile, int32_t f
         for (int i = 0; i < n; i++)
             for (int k = 0; k < PARTS; k++)
                 s[i][k] = dot_word(s[i][k], &tile->key[d][k * LANES], state[i]->query, d, bf16);
+    vf before = {0}, largest = {0}; /* of each query */
     for (int i = 0; i < n; i++) {
         vf top = splat(-INFINITY);
+        int whole = from > state[i]->hidden && from + BLOCK - 1 <= state[i]->last;
         for (int k = 0; k < PARTS; k++) {
-            vi at = lane + (from + k * LANES);
-            vi seen = (at <= state[i]->last) & (at > state[i]->hidden);
             if (softcap != 0) s[i][k] = softcap * tanh_of(s[i][k] / softcap);
-            s[i][k] = (vf)(((vi)s[i][k] & seen) | ((vi)splat(-INFINITY) & ~seen));
+            if (!whole) {
+                vi at = lane + (from + k * LANES);
+                vi seen = (at <= state[i]->last) & (at > state[i]->hidden);
+                s[i][k] = (vf)(((vi)s[i][k] & seen) | ((vi)splat(-INFINITY) & ~seen));
+            }
             top = larger(top, s[i][k]);
         }
-        float largest = max(top);
-        if (state[i]->largest > largest) largest = state[i]->largest;
-        old[i] = exponential(splat(state[i]->largest - largest))[0];
-        state[i]->largest = largest;
+        before[i] = state[i]->largest;
+        largest[i] = max(larger(top, splat(before[i])));
+        state[i]->largest = largest[i];
+    }
+    vf shrunk = exponential(before - largest);
+    for (int i = 0; i < n; i++) {
+        old[i] = shrunk[i];
         vf total = state[i]->total * old[i];
         for (int k = 0; k < PARTS; k++) {
-            vf p = exponential(s[i][k] - largest);
+            vf p = exponential(s[i][k] - state[i]->largest);
             store(weight[i], k * LANES, p, bf16);
             total += load(weight[i], k * LANES, bf16); /* as rounded */
         }

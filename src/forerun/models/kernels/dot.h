@@ -3,10 +3,6 @@
 
 #include "vectors.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 /* acc + w0 * x0 + w1 * x1, for 16 pairs of weights and one pair of inputs */
 INLINE vf dot(vf acc, vu w, uint32_t x) {
 #ifdef __AVX512BF16__

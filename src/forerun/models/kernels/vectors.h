@@ -6,6 +6,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #define LANES 16 /* of a vector */
 
 typedef float vf __attribute__((vector_size(64)));
@@ -30,8 +34,12 @@ INLINE vf load(const void *p, int64_t i, int bf16) {
 
 INLINE void store(void *p, int64_t i, vf x, int bf16) {
     if (bf16) { /* round to nearest even */
+#ifdef __AVX512BF16__
+        __m256bh h = _mm512_cvtneps_pbh((__m512)x);
+#else
         vu u = (vu)x;
         vh h = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, vh);
+#endif
         memcpy((uint16_t *)p + i, &h, sizeof h);
     } else {
         memcpy((float *)p + i, &x, sizeof x);
