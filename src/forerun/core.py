@@ -155,7 +155,7 @@ class Draft:
         larger than the parent's.
     probs_NV: the law each token was drawn from; None where it was certain (lookup, argmax) or
         where drafting is coupled to the request's noise.
-    sources: who proposed each node; empty where all come from `Drafter.name`.
+    sources: who proposed each node; empty where all come from the drafter that was asked.
     """
 
     tokens: Sequence[int] = ()

@@ -44,6 +44,11 @@ class Way(Protocol):
     """One way to ask a drafter: all of it, or some of its parts."""
 
     @property
+    def name(self) -> str:
+        """Who proposes all nodes of drafts that do not say so themselves."""
+        ...
+
+    @property
     def taps(self) -> Sequence[int]:
         """Layer boundaries of the target that this way needs."""
         ...

@@ -82,9 +82,7 @@ class Joined(Combined):
     ) -> list[Draft]:
         """One tree per request of what some of the drafters believe; the others are not asked."""
         if len(members) == 1:  # which has nobody to be joined with
-            drafter = self.drafters[members[0]]
-            drafts = drafter.propose(requests, budgets)
-            return [replace(draft, sources=[drafter.name] * len(draft)) for draft in drafts]
+            return self.drafters[members[0]].propose(requests, budgets)
         silent = [SILENT] * len(requests)
         each = [
             drafter.laws(requests, budgets) if source in members else silent
@@ -170,6 +168,7 @@ class Some:
 
     def __init__(self, joined: Joined, members: Sequence[int]) -> None:
         self._joined, self.members = joined, members
+        self.name = "+".join(joined.drafters[member].name for member in members)
         self.taps = sorted({tap for member in members for tap in joined.drafters[member].taps})
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:

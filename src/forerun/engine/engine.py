@@ -204,7 +204,7 @@ class Engine:
         batch.clock.lap("draft")
         groups: dict[Way, list[Turn]] = {}
         for turn in batch.asked:
-            groups.setdefault(self._drafter_of(turn).ways[turn.way], []).append(turn)
+            groups.setdefault(self._way_of(turn), []).append(turn)
         for way, asked in groups.items():
             requests = [turn.request for turn in asked]
             drafts = way.propose(requests, [turn.budget for turn in asked])
@@ -214,11 +214,12 @@ class Engine:
                 turn.draft = draft
                 turn.drafting = seconds / len(asked)
 
-    def _drafter_of(self, turn: Turn) -> Drafter:
-        """All of the drafter, or the one of several that the request wants."""
+    def _way_of(self, turn: Turn) -> Way:
+        """How the drafter is asked, or the one of several that the request wants."""
         assert self.drafter
         name = turn.request.params.speculation.draft
-        return self.drafter if name is None else self._members[name]
+        drafter = self.drafter if name is None else self._members[name]
+        return drafter.ways[turn.way]
 
     def _make_room(self, turn: Turn, budget: int) -> int:
         """Reserve slots for up to `budget` nodes, as many as fit; nobody is preempted for them.
@@ -295,7 +296,7 @@ class Engine:
         assert turn.verdict
         if not turn.verdict.path:
             return [""]
-        sources = turn.draft.sources or [self._drafter_of(turn).name] * len(turn.draft)
+        sources = turn.draft.sources or [self._way_of(turn).name] * len(turn.draft)
         return [*(sources[node] for node in turn.verdict.path), ""]
 
     def _learn(self, batch: Batch, result: Forward) -> None:
