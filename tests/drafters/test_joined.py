@@ -248,7 +248,8 @@ def test_one_alone_proposes_by_itself() -> None:
     both = Joined([make("suffix"), Knows("network", only(3, 0.9))])
     asked = request([1, 2, 1, 2, 1])
     (draft,) = both.ways[0].propose([asked], [4])
-    assert not draft.sources and both.ways[0].name == "suffix"
+    assert not draft.sources
+    assert both.ways[0].name == "suffix"
     assert list(draft.tokens) == list(propose(make("suffix"), asked, 4).tokens)
 
 

@@ -424,6 +424,15 @@ def test_a_plan_that_is_not_asked_any_more_does_not_keep_steps_for_ever() -> Non
         assert len(plan._lessons) <= REST
 
 
+def test_a_promise_is_learned_from_once() -> None:
+    plan, asked = Plan(FREE_ROWS), turn(chain_of([1], 0.8), budget=1)
+    plan.keep([asked], 1, 0.0)
+    asked.verdict = Verdict([0], 7)
+    plan.learn([asked], Took(2, 10.0, 0.0))
+    plan.learn([], Took(1, 10.0, 0.0))
+    assert [len(lesson.promises) for lesson in plan._lessons] == [1, 0]
+
+
 def test_a_new_request_begins_with_what_is_known_of_all() -> None:
     plan = Plan(TENTH)
     World(plan, lambda _: 0.02, round=lambda *_: 1.0).run(500)

@@ -107,7 +107,6 @@ class Plan:
         requests = [(turn.request.id, turn.followed) for turn in turns]
         stands = self._stands(requests, turns, rows_left)
         self._step += 1
-        self._promises = []
         if not stands:
             self._catch_up()
             self._decision = self._decide(requests, turns, rows_left)
@@ -237,7 +236,8 @@ class Plan:
         What comes behind a pass finds nothing in the processor's caches, so that one lesson takes
         as long as several.
         """
-        each = _Lesson(asked, took, self._usual, self._unread, self._promises, self._price)
+        promises, self._promises = self._promises, []
+        each = _Lesson(asked, took, self._usual, self._unread, promises, self._price)
         self._lessons.append(each)
         if len(self._lessons) > REST:
             self._catch_up()
