@@ -11,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from forerun.core import SamplingParams, StepStats
 from forerun.engine.costs import Costs
-from forerun.engine.outputs import Completion, RequestOutput
 from forerun.errors import ConfigError
-from forerun.tune import bench, sweep
+from forerun.tune import bench, race, sweep
 from forerun.tune.sweep import FEWEST, LOOKS, MOST, Cell, Pair, Sweep, judge, product, useless
 
 HEADER = {"model": "fake", "seed": 0}
@@ -33,6 +31,37 @@ class Tokens:
         return [ord(letter) for letter in text]
 
 
+class FakeEngine:
+    """Answers everything in one step of `seconds`, with four tokens per prompt."""
+
+    def __init__(self, lab: Lab, spec: str, size: int) -> None:
+        self.lab, self.spec, self.size = lab, spec, size
+        self.waiting: list[Any] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting)
+
+    def add(self, prompt: list[int], params: SamplingParams) -> list[Any]:
+        request = SimpleNamespace(
+            tokens=list(prompt), prompt_length=len(prompt), params=params, seed=params.seed
+        )
+        self.waiting.append(SimpleNamespace(request=request, stats=StepStats()))
+        return self.waiting[-1:]
+
+    def step(self) -> None:
+        lab, spec = self.lab, self.spec
+        assert len(self.waiting) == self.size
+        for each in self.waiting:
+            each.request.tokens += [1, 2, 3, 5 if spec in lab.other else 4]
+            each.stats.passes = 4 if spec in ("none", "wrong") else 2
+        first = self.waiting[0].request
+        if first.params.max_tokens != bench.WARM_UP_TOKENS:
+            lab.now += 1.0 if spec == "none" else lab.seconds.get(spec, 0.5)
+            lab.calls.append((spec, self.size, first.seed))
+        self.waiting = []
+
+
 class Lab:
     """A model, and engines that take a second plainly and `seconds` with a draft."""
 
@@ -42,28 +71,14 @@ class Lab:
         self.other: set[str] = set()  # drafts that change the text
         self.calls: list[tuple[str, int, int | None]] = []
         clock = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(bench, "time", clock)
+        monkeypatch.setattr(race, "time", clock)
         monkeypatch.setattr(sweep, "time", clock)
-        info = SimpleNamespace(
-            max_length=5000, layers=3, dtype=torch.float32, device=torch.device("cpu")
-        )
+        info = SimpleNamespace(layers=3)
         target = SimpleNamespace(info=info)
         self.model: Any = SimpleNamespace(name="fake", target=target, tokenizer=Tokens())
 
-    def start(self, spec: str, size: int) -> Any:
-        def generate(prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-            if params[0].max_tokens == bench.WARM_UP_TOKENS:
-                return []
-            self.now += 1.0 if spec == "none" else self.seconds.get(spec, 0.5)
-            self.calls.append((spec, size, params[0].seed))
-            stats = StepStats(passes=4 if spec in ("none", "wrong") else 2, emitted_tokens=4)
-            tokens = [1, 2, 3, 5 if spec in self.other else 4]
-            return [
-                RequestOutput(0, None, prompt, [Completion(0, token_ids=tokens)], stats, 0.1, 1.0)
-                for prompt in prompts
-            ]
-
-        return SimpleNamespace(generate=generate)
+    def start(self, spec: str, size: int) -> FakeEngine:
+        return FakeEngine(self, spec, size)
 
     def sweep(self, file: Path, seconds: float = 60.0, header: dict[str, Any] = HEADER) -> Sweep:
         return Sweep(self.model, file, header, 0, COSTS, cast(Any, self.start), seconds)

@@ -16,6 +16,7 @@ from forerun.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from forerun.engine.engine import Engine
     from forerun.models.hub import LoadedModel
     from forerun.tune.sweep import Result, Sweep
 
@@ -64,9 +65,9 @@ def sweep(
         "tokens": TOKENS,
     }
 
-    def start(spec: str, size: int) -> LLM:
+    def start(spec: str, size: int) -> Engine:
         draft = AlwaysWrong(info.vocab_size) if spec == WRONG else spec
-        return LLM(loaded, draft=draft, max_num_seqs=size, kv_tokens=kv_tokens)
+        return LLM(loaded, draft=draft, max_num_seqs=size, kv_tokens=kv_tokens).engine
 
     costs = measure(loaded.target, new_store(loaded.target, 1, kv_tokens))
     wanted = seconds(budget)

@@ -1,7 +1,7 @@
 """Is speculation ever slower than plain decoding? Cells of a large product, measured in pairs.
 
 A cell is a workload, a draft, a batch size and a temperature. Every pair answers a group of prompts
-once plainly and once with the draft, one behind the other, and goes to the file as a line: a run
+once plainly and once with the draft, a pass of each in turn, and goes to the file as a line: a run
 that was killed goes on where it was. A cell is decided as soon as the confidence interval of
 its speed-up lies on one side of `LEAST`.
 """
@@ -24,8 +24,9 @@ from forerun.errors import ConfigError
 from forerun.interop import shipped
 from forerun.train.jsonl import Journal, read_records
 from forerun.tune.adversaries import AlwaysWrong, random_text
-from forerun.tune.bench import PLAIN, Bench, Engine, Setting
-from forerun.tune.workloads import BUILT_IN, Prompt, Workload, load_workload
+from forerun.tune.bench import PLAIN, WARM_UP, WARM_UP_TOKENS
+from forerun.tune.race import Lane, Runner, race
+from forerun.tune.workloads import BUILT_IN, load_workload
 
 if TYPE_CHECKING:
     from forerun.models.hub import LoadedModel
@@ -113,14 +114,14 @@ class Sweep:
         header: dict[str, Any],
         seed: int,
         costs: Costs,
-        start: Callable[[str, int], Engine],
+        start: Callable[[str, int], Runner],
         seconds: float,
     ) -> None:
         self.model = model
         self._seed = seed
         self._costs = costs
         self._start = start
-        self._prompts: dict[str, tuple[Prompt, ...]] = {}
+        self._prompts: dict[str, list[list[int]]] = {}
         self._file = file
         with Journal(file):  # half a line at its end is removed
             records = list(read_records(file))
@@ -160,12 +161,13 @@ class Sweep:
 
     def _measure(self, cell: Cell, until: float, end: float) -> Iterator[Cell]:
         pairs = self.pairs[cell]
-        before = len(pairs)
-        bench = Bench(self.model, self._setting(cell, before), self._start)
-        for _ in bench.run():
-            if before + len(bench.rounds) == len(pairs):
-                continue  # one of the two has still to run
-            pairs.append(_pair(bench, cell))
+        plain, drafted = (self._start(draft, cell.batch) for draft in (PLAIN, cell.draft))
+        for engine in (plain, drafted):
+            self._warm_up(engine, cell.batch)
+        while len(pairs) < MOST:
+            lanes = [self._lane(engine, cell, len(pairs)) for engine in (plain, drafted)]
+            race(lanes if len(pairs) % 2 else lanes[::-1])
+            pairs.append(_pair(*lanes))
             self._write({"cell": astuple(cell), **asdict(pairs[-1])})
             yield cell
             now = time.perf_counter()
@@ -176,33 +178,32 @@ class Sweep:
         with Journal(self._file) as journal:
             journal.append(record)
 
-    def _setting(self, cell: Cell, before: int) -> Setting:
-        """All pairs that a cell may still get."""
-        first, last = before * cell.batch, MOST * cell.batch
-        prompts = itertools.islice(itertools.cycle(self._shortest(cell.workload)), first, last)
-        params = SamplingParams(
-            temperature=cell.temperature,
-            seed=self._seed + first,
-            max_tokens=TOKENS,
-            ignore_eos=True,  # so that a batch stays as large as it is
-        )
-        return Setting(
-            [Workload(cell.workload, tuple(prompts))],
-            [cell.draft],
-            [cell.batch],
-            params,
-            raw=cell.workload == RANDOM,
-        )
+    def _warm_up(self, engine: Runner, batch: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        race([Lane(engine, [self.model.tokenizer.encode(WARM_UP)] * batch, [params] * batch)])
 
-    def _shortest(self, workload: str) -> tuple[Prompt, ...]:
+    def _lane(self, engine: Runner, cell: Cell, number: int) -> Lane:
+        """The prompts of a cell's pair `number`, each with its own seed, given to an engine."""
+        places = range(number * cell.batch, (number + 1) * cell.batch)
+        shortest = self._shortest(cell.workload)
+        params = [
+            SamplingParams(
+                temperature=cell.temperature,
+                seed=self._seed + place,
+                max_tokens=TOKENS,
+                ignore_eos=True,  # so that a batch stays as large as it is
+            )
+            for place in places
+        ]
+        return Lane(engine, [shortest[place % len(shortest)] for place in places], params)
+
+    def _shortest(self, workload: str) -> list[list[int]]:
         if workload not in self._prompts:
-            whole = random_text(RANDOM) if workload == RANDOM else load_workload(workload)
-            ranked = sorted(whole.prompts, key=self._length)
-            self._prompts[workload] = tuple(ranked[:PROMPTS])
+            is_random = workload == RANDOM
+            whole = random_text(RANDOM) if is_random else load_workload(workload)
+            encoded = [prompt.encode(self.model.tokenizer, is_random) for prompt in whole.prompts]
+            self._prompts[workload] = sorted(encoded, key=len)[:PROMPTS]
         return self._prompts[workload]
-
-    def _length(self, prompt: Prompt) -> int:
-        return len(prompt.encode(self.model.tokenizer))
 
     def _draw(self, seconds: float) -> list[Cell]:
         """All adversarial cells and as many others as fit, in an order that is a fair sample
@@ -223,8 +224,7 @@ class Sweep:
         return drawn
 
     def _seconds(self, cell: Cell) -> float:
-        lengths = [self._length(prompt) for prompt in self._shortest(cell.workload)]
-        prompts = [round(fmean(lengths))] * cell.batch
+        prompts = [round(fmean(map(len, self._shortest(cell.workload))))] * cell.batch
         tokens = TOKENS * self._costs.seconds(prompts, [1] * cell.batch)
         return 2 * FEWEST * (self._costs[sum(prompts)] + tokens)
 
@@ -278,17 +278,13 @@ def _result(cell: Cell, pairs: Sequence[Pair]) -> Result:
     return Result(cell, len(pairs), speedup, low, high, holds, tokens / passes)
 
 
-def _pair(bench: Bench, cell: Cell) -> Pair:
-    """The last round of a cell's benchmark."""
-    last = bench.rounds[-1]
-    plain, drafted = last.outputs[PLAIN], last.outputs[cell.draft]
-    texts = [output.outputs[0].token_ids for output in drafted]
-    same = [a == b.outputs[0].token_ids for a, b in zip(texts, plain, strict=True)]
+def _pair(plain: Lane, drafted: Lane) -> Pair:
+    same = [a == b for a, b in zip(plain.answers, drafted.answers, strict=True)]
     return Pair(
-        plain_seconds=last.seconds[PLAIN],
-        draft_seconds=last.seconds[cell.draft],
-        tokens=sum(map(len, texts)),
-        passes=sum(output.stats.passes for output in drafted),
+        plain_seconds=plain.seconds,
+        draft_seconds=drafted.seconds,
+        tokens=sum(map(len, drafted.answers)),
+        passes=drafted.stats.passes,
         same=sum(same),
         answers=len(same),
     )
