@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,26 @@ class Compiled:
             len(layers),
             address(beside_RC),
             hidden_RC.data_ptr(),
+            None,
         )
         return hidden_RC
+
+    def run_tapped(
+        self, hidden_RC: Tensor, layers: Sequence[Layer], taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        rows, size = hidden_RC.shape
+        taps_RTC = torch.empty(rows, len(taps), size, dtype=self.dtype)
+        boundaries = array("i", taps)
+        where = kernels.Taps(len(taps), boundaries.buffer_info()[0], taps_RTC.data_ptr())
+        self.lib.run(
+            ctypes.byref(self.batch),
+            self._addresses(layers),
+            len(layers),
+            None,
+            hidden_RC.data_ptr(),
+            ctypes.byref(where),
+        )
+        return hidden_RC, taps_RTC
 
     def append(self, x_RC: Tensor, layers: Sequence[Layer]) -> None:
         self.lib.append(

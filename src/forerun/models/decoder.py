@@ -83,17 +83,14 @@ class Decoder:
         packed = pack(segments)
         self.backend.begin(packed, store)
         hidden_RC = self.embed(torch.tensor(self._padded(packed.tokens), device=self.device))
-        run = list(range(self.config.layers) if layers is None else layers)
-        tapped: dict[int, Tensor] = {}
-        for stop in sorted({*taps, self.config.layers}):
-            due = [self.layers[index] for index in run if index < stop]
-            run = run[len(due) :]
-            if due:
-                hidden_RC = self.backend.run(hidden_RC, due)
-            if stop in taps:
-                tapped[stop] = hidden_RC[: packed.rows].clone()
-        taps_RTD = torch.stack([tapped[stop] for stop in taps], 1) if taps else None
-        return Forward(self._logits(hidden_RC, packed.wanted), taps_RTD)
+        run = self.layers if layers is None else [self.layers[index] for index in layers]
+        if not taps:
+            hidden_RC = self.backend.run(hidden_RC, run)
+            return Forward(self._logits(hidden_RC, packed.wanted), None)
+        if layers is not None:
+            taps = [sum(index < boundary for index in layers) for boundary in taps]
+        hidden_RC, taps_RTC = self.backend.run_tapped(hidden_RC, run, taps)
+        return Forward(self._logits(hidden_RC, packed.wanted), taps_RTC[: packed.rows])
 
     def embed(self, tokens_N: Tensor, scaled: bool = True) -> Tensor:
         """See `OpenTarget.embed`."""

@@ -74,6 +74,13 @@ class Backend(Protocol):
         """
         ...
 
+    def run_tapped(
+        self, hidden_RC: Tensor, layers: Sequence[Layer], taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the residual stream [R, T, C] at some boundaries; boundary i lies before
+        layer i of those that are run."""
+        ...
+
     def append(self, x_RC: Tensor, layers: Sequence[Layer]) -> None:
         """Put the keys and values of the rows into the store; every layer makes them of x_RC as it
         is, and nothing is attended."""

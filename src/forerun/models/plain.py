@@ -54,6 +54,16 @@ class Plain:
             hidden_RC = self._mlp_half(layer, hidden_RC)
         return hidden_RC
 
+    def run_tapped(
+        self, hidden_RC: Tensor, layers: Sequence[Layer], taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        tapped = {0: hidden_RC}
+        for boundary, layer in enumerate(layers, 1):
+            hidden_RC = self.run(hidden_RC, [layer])
+            if boundary in taps:
+                tapped[boundary] = hidden_RC
+        return hidden_RC, torch.stack([tapped[boundary] for boundary in taps], 1)
+
     def append(self, x_RC: Tensor, layers: Sequence[Layer]) -> None:
         for layer in layers:
             self._place(layer, *self._heads(layer.qkv(x_RC))[1:])

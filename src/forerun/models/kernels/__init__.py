@@ -95,6 +95,16 @@ class Layer(ctypes.Structure):
     )
 
 
+class Taps(ctypes.Structure):
+    """Mirror of `Taps` in kernels.h."""
+
+    _fields_ = (
+        ("count", ctypes.c_int32),
+        ("boundary", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+
 class Draw(ctypes.Structure):
     """Mirror of `Draw` in choosing.c."""
 
@@ -181,7 +191,7 @@ def processor() -> str:
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int32, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     lib.prepare.argtypes = (pointer,)
-    lib.run.argtypes = (pointer, pointer, int32, pointer, pointer)
+    lib.run.argtypes = (pointer, pointer, int32, pointer, pointer, pointer)
     lib.append.argtypes = (pointer, pointer, int32, pointer)
     lib.linear.argtypes = (pointer, pointer, pointer, int32, int32)
     lib.norm.argtypes = (pointer, pointer, real, pointer, int32, int32, int32)

@@ -107,7 +107,7 @@ static double run_blocks(Round *r, const Rules *rules, Tree *const trees[]) {
     Packing *p = &r->packing;
     double begin = now();
     prepare(&p->pass);
-    run(&p->pass, net->layers, net->layer_count, NULL, r->hidden);
+    run(&p->pass, net->layers, net->layer_count, NULL, r->hidden, NULL);
     for (int32_t s = 0; s < r->count; s++) /* close the gaps between those that draft */
         for (int32_t i = 0; i < r->drafts; i++)
             copy_row(r->hidden, s * r->drafts + i, r->hidden, p->first[s] + net->first_slot + i,

@@ -144,7 +144,8 @@ static void run_rows(Round *r) {
     double begin = now();
     prepare(pass);
     if (net->joins) join(r, pass->rows);
-    run(pass, net->layers, net->layer_count, net->joins ? NULL : r->embedded, r->hidden);
+    run(pass, net->layers, net->layer_count, net->joins ? NULL : r->embedded, r->hidden,
+        NULL);
     if (net->norm_output && net->last_norm)
         norm(r->hidden, net->last_norm, net->norm_eps, r->hidden, pass->rows, net->dim, net->bf16);
     r->seconds += now() - begin;

@@ -57,9 +57,16 @@ typedef struct {
     int32_t normed_residual; /* the residual starts behind before_attention */
 } Layer;
 
+/* States between layers that are kept: boundary i lies before layer i of those run. */
+typedef struct {
+    int32_t count;
+    const int32_t *boundary;
+    void *out; /* [rows, count, dim] */
+} Taps;
+
 void prepare(Pass *pass);
 void run(const Pass *pass, const Layer *const layers[], int32_t count, const void *beside,
-         void *hidden);
+         void *hidden, const Taps *taps);
 void linear(const Matrix *m, const void *x, void *out, int32_t rows, int32_t bf16);
 void norm(const void *x, const float *weight, float eps, void *out, int32_t rows, int32_t dim,
           int32_t bf16);

@@ -1,4 +1,6 @@
 /* Decoder layers, and the logits behind them. */
+#include <string.h>
+
 #include "team.h"
 #include "vectors.h"
 
@@ -53,14 +55,30 @@ static void run_layer(const Pass *pass, const Layer *l, const Layer *then, const
     add(pass, l, &l->down, pass->narrow, l->after_mlp, next, hidden);
 }
 
-/* Some layers, in place on hidden [rows, dim]; beside [rows, dim] or null. */
+/* Keep hidden, if somebody wants what lies at this boundary. */
+static void keep(const Pass *pass, const Taps *taps, int32_t boundary, const void *hidden,
+                 int64_t bytes) {
+    for (int32_t t = 0; t < taps->count; t++) {
+        if (taps->boundary[t] != boundary) continue;
+#pragma omp for schedule(static)
+        for (int32_t r = 0; r < pass->rows; r++)
+            memcpy((char *)taps->out + (r * (int64_t)taps->count + t) * bytes,
+                   (const char *)hidden + r * bytes, bytes);
+    }
+}
+
+/* Some layers, in place on hidden [rows, dim]; beside [rows, dim] and taps may be null. */
 void run(const Pass *pass, const Layer *const layers[], int32_t count, const void *beside,
-         void *hidden) {
+         void *hidden, const Taps *taps) {
     const Layer *l = layers[0];
     int64_t work = (int64_t)pass->rows * l->o.out * (l->qkv.out + l->gate_up.out);
+    int64_t bytes = (int64_t)l->o.out * (l->bf16 ? 2 : 4);
 #pragma omp parallel if (work > WORTH_A_TEAM)
-    for (int32_t i = 0; i < count; i++)
+    for (int32_t i = 0; i <= count; i++) {
+        if (taps) keep(pass, taps, i, hidden, bytes);
+        if (i == count) break;
         run_layer(pass, layers[i], i + 1 < count ? layers[i + 1] : NULL, beside, hidden);
+    }
 }
 
 /* The rows of qkv that give keys and values, and up to 31 before them: weights lie in blocks. */
