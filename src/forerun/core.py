@@ -112,6 +112,7 @@ class Request:
 
     tokens[:prompt_length] is the prompt, the rest is committed output. tokens[:span.length] have
     their keys and values in the store; the others are pending and are fed in the next passes.
+    call: that of others, too, if somebody waits for all of them.
     """
 
     id: int
@@ -122,6 +123,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop token ids, as they apply here
     span: Span | None = None
     finish_reason: FinishReason | None = None
+    call: int | None = None
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_length <= len(self.tokens), "prompt_length <= len(tokens)"

@@ -122,6 +122,25 @@ def test_several_outputs_of_one_prompt(model: LoadedModel) -> None:
             assert mine.chosen == pytest.approx(other.chosen, abs=1e-4)
 
 
+def test_who_waits_for_several_texts_is_known(model: LoadedModel) -> None:
+    llm = LLM(model)
+    added: list[int | None] = []
+    add = llm.engine.add
+
+    def note(*args: Any) -> Any:
+        generations = add(*args)
+        added.extend(generation.request.call for generation in generations)
+        return generations
+
+    llm.engine.add = note
+    llm.generate(["one", "two"], [SamplingParams(max_tokens=2, n=n) for n in (1, 2)])
+    llm.generate("three", SamplingParams(max_tokens=2))
+    list(llm.stream("four", SamplingParams(max_tokens=2)))
+    first, second, third, fourth, fifth = added
+    assert first == second == third
+    assert len({first, fourth, fifth}) == 3
+
+
 def test_a_stream_brings_the_text_in_whole_characters() -> None:
     deltas = list(scripted().stream("?", SamplingParams(max_tokens=100, temperature=0)))
     assert "".join(delta.text for delta in deltas) == TEXT

@@ -18,7 +18,7 @@ from forerun.engine.buying import buy, likely
 from forerun.engine.costs import Costs
 from forerun.engine.following import UNASKED
 from forerun.engine.outlook import Trust, appraise
-from forerun.engine.plan import HOLD, REST, Plan
+from forerun.engine.plan import ENOUGH, HOLD, REST, Plan
 from forerun.engine.probing import PROBES
 from forerun.engine.rounds import LEVELS, Rounds
 from forerun.engine.scheduler import Took, Turn
@@ -109,7 +109,12 @@ def test_a_child_is_never_kept_without_its_parent() -> None:
 
 
 def literal_rule(
-    costs: Costs, turns: Sequence[Turn], trusts: Sequence[float], rows: int, spent: float
+    costs: Costs,
+    turns: Sequence[Turn],
+    trusts: Sequence[float],
+    urgencies: Sequence[float],
+    rows: int,
+    spent: float,
 ) -> tuple[list[Draft], float]:
     """Every node of every draft weighed, one after the other; and the price of a further row."""
     chances: list[list[float]] = []
@@ -120,7 +125,7 @@ def literal_rule(
         chances.append([min(1.0, trust * chance) for chance in found])
     whole = [each.draft.probs_NV is not None for each in turns]
     nodes = sorted(
-        (-chance, i, node)
+        (-urgencies[i] * chance, i, node)
         for i, draft in enumerate(chances)
         for node, chance in enumerate(draft)
         if not whole[i]
@@ -130,8 +135,8 @@ def literal_rule(
     keys = [costs.row_key * prefix for prefix in prefixes]
     tokens, seconds = float(len(turns)), costs.seconds(prefixes, [1] * len(turns)) + spent
     best, count, total = tokens / seconds, 0, 0.0
-    for n, (minus_chance, i, _) in enumerate(nodes, 1):
-        tokens -= minus_chance
+    for n, (minus_worth, i, _) in enumerate(nodes, 1):
+        tokens -= minus_worth
         total += keys[i]
         rate = tokens / (seconds + costs[base + n] - costs[base] + costs.factor * total)
         if rate > best:
@@ -169,15 +174,17 @@ def test_the_nodes_of_all_drafts_are_bought_by_the_literal_rule(seed: int) -> No
         turns.append(turn(draft, id=i, prefix=int(dice.integers(1, 2000))))
     trusts = dice.choice([0.01, 0.5, 0.9, 1.0, 1.3], len(turns)).tolist()
     rows, spent = len(turns) + int(dice.integers(0, 40)), float(dice.choice([0.0, 3.0]))
-    bought = buy(costs, turns, trusts, rows, spent)
-    kept, price = literal_rule(costs, turns, trusts, rows, spent)
+    urgencies = dice.choice([0.2, 1.0, 1.0, 3.0], len(turns)).tolist()
+    bought = buy(costs, turns, trusts, urgencies, rows, spent)
+    kept, price = literal_rule(costs, turns, trusts, urgencies, rows, spent)
     assert [(list(each.tokens), list(each.parents)) for each in bought.kept] == [
         (list(each.tokens), list(each.parents)) for each in kept
     ]
     assert bought.price == pytest.approx(price, rel=1e-9)
-    for each, trust, chances in zip(turns, trusts, bought.likely, strict=True):
+    for each, trust, urgency, chances in zip(turns, trusts, urgencies, bought.likely, strict=True):
         every = likely(each.draft, trust, 0.0)
-        assert {n: c for n, c in every.items() if c > price * (1 + 1e-9)}.items() <= chances.items()
+        least = price / urgency * (1 + 1e-9)
+        assert {n: c for n, c in every.items() if c > least}.items() <= chances.items()
 
 
 # ---- who is asked -------------------------------------------------------------------------------
@@ -401,6 +408,25 @@ def test_steps_are_learned_from_before_anything_is_decided(
     late, early = run(Plan(learning())), run(Eager(learning()))
     assert (late.asked == early.asked) != stands
     assert stands or (late.tokens, late.seconds) == (early.tokens, early.seconds)
+
+
+@pytest.mark.parametrize(("requests", "learned"), [(1, 400), (2, 800), (16, 1600)])
+def test_many_promises_tell_as_much_as_some_of_them(
+    requests: int, learned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one or two drafts a step, all are learned from; from 16, those of every fourth step."""
+    assert 2 * (1 + HOLD) <= ENOUGH < 16
+    calls = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return appraise(*args)
+
+    monkeypatch.setattr("forerun.engine.plan.appraise", count)
+    world = World(Plan(FREE_ROWS), lambda _: 0.9, requests=requests).run(400)
+    assert world.share_asked == 1
+    assert learned - 200 < calls < 1.5 * learned
 
 
 def learning() -> Costs:

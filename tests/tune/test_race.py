@@ -38,7 +38,7 @@ class Worker:
     def busy(self) -> bool:
         return self.steps > 0
 
-    def add(self, prompt: Any, params: Any) -> list[Any]:
+    def add(self, prompt: Any, params: Any, call: Any) -> list[Any]:
         return []
 
     def step(self) -> None:

@@ -42,9 +42,13 @@ class FakeEngine:
     def busy(self) -> bool:
         return bool(self.waiting)
 
-    def add(self, prompt: list[int], params: SamplingParams) -> list[Any]:
+    def add(self, prompt: list[int], params: SamplingParams, call: int | None) -> list[Any]:
         request = SimpleNamespace(
-            tokens=list(prompt), prompt_length=len(prompt), params=params, seed=params.seed
+            tokens=list(prompt),
+            prompt_length=len(prompt),
+            params=params,
+            seed=params.seed,
+            call=call,
         )
         self.waiting.append(SimpleNamespace(request=request, stats=StepStats()))
         return self.waiting[-1:]

@@ -75,7 +75,7 @@ class WholeChains(Static):
         self._k = k
         self.rounds: dict[int, list[Round]] = defaultdict(list)
 
-    def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
+    def budgets(self, turns: Sequence[Turn], rows_left: int, crowded: bool = False) -> list[int]:
         return [min(self._k, turn.request.remaining - 1) for turn in turns]
 
     def learn(self, asked: Sequence[Turn], took: Took) -> None:

@@ -3,7 +3,7 @@ second, by what drafts were worth so far and how long rounds took."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.core import Request
@@ -19,10 +19,12 @@ class Choice:
 
     levels: of the budgets, by way. tokens, seconds: that the pass is expected to bring and to take.
     worths: tokens of them that a request's draft brings. shares: seconds of them, of its round.
+    urgencies: as many tokens each of a request's counts for.
     """
 
     tokens: float
     seconds: float
+    urgencies: Sequence[float]
     ways: dict[int, int] = field(default_factory=dict)
     levels: dict[int, int] = field(default_factory=dict)
     worths: dict[int, float] = field(default_factory=dict)
@@ -47,8 +49,10 @@ def improve(
     net of their rows and of what it takes to begin, and takes R(n, l) longer, less what drafts
     of theirs took so far.
     """
-    shares = choice.shares
-    outlooks = [(ledger.worths(each), i) for i, each in requests.items()]
+    shares, urgencies = choice.shares, choice.urgencies
+    outlooks = [
+        ([urgencies[i] * worth for worth in ledger.worths(each)], i) for i, each in requests.items()
+    ]
     so_far = {
         i: choice.worths.get(i, 0.0) + choice.rate * ledger.begin(each, step)
         for i, each in requests.items()

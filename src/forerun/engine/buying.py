@@ -23,13 +23,18 @@ class Purchase(NamedTuple):
 
 
 def buy(
-    costs: Costs, turns: Sequence[Turn], trusts: Sequence[float], rows: int, spent: float
+    costs: Costs,
+    turns: Sequence[Turn],
+    trusts: Sequence[float],
+    urgencies: Sequence[float],
+    rows: int,
+    spent: float,
 ) -> Purchase:
-    """trusts: accepted tokens for each that a turn's draft promises. `rows` others are in the pass
-    anyway, and `spent` seconds were.
+    """trusts: accepted tokens for each that a turn's draft promises. urgencies: as many tokens each
+    of a turn's counts for. `rows` others are in the pass anyway, and `spent` seconds were.
 
-    With the n likeliest nodes a pass brings E(n) tokens in T(n) seconds; n maximises E / T.
-    A node never survives without its parent, so any n likeliest nodes are whole trees.
+    With the n nodes of most worth a pass brings E(n) tokens in T(n) seconds; n maximises E / T.
+    A node never survives without its parent, so any n such nodes are whole trees.
     Tokens drawn from a law (`probs_NV`) are all kept: to drop one because of its value would
     bias the output (Leviathan et al. 2023, and every rule that compares p with q).
     """
@@ -41,21 +46,26 @@ def buy(
     best, count = tokens / seconds, 0
     least = best * costs.least(rows)  # what is less likely raises the rate at no place
     found = [
-        likely(draft, trust, 0.0 if whole else least)
-        for draft, trust, whole in zip(drafts, trusts, drawn, strict=True)
+        likely(draft, trust, 0.0 if whole else least / urgency)
+        for draft, trust, urgency, whole in zip(drafts, trusts, urgencies, drawn, strict=True)
     ]
     nodes = [
         (i, node) for i, whole in enumerate(drawn) if not whole and found[i] for node in found[i]
     ]
-    chances = [chance for i, whole in enumerate(drawn) if not whole for chance in found[i].values()]
-    # The likeliest first; of those that are as likely, the first.
-    order = sorted(range(len(nodes)), key=chances.__getitem__, reverse=True)
+    worths = [
+        urgencies[i] * chance
+        for i, whole in enumerate(drawn)
+        if not whole
+        for chance in found[i].values()
+    ]
+    # Those of most worth first; of those with as much, the first.
+    order = sorted(range(len(nodes)), key=worths.__getitem__, reverse=True)
     factor, curve = costs.factor, costs.curve(rows, rows + len(nodes) + 1)
     keys = [costs.row_key * prefix for prefix in prefixes]
     seconds -= factor * curve[0]
     total = 0.0
     for n, place in enumerate(order, 1):
-        tokens += chances[place]
+        tokens += worths[place]
         total += keys[nodes[place][0]]
         rate = tokens / (seconds + factor * (curve[n] + total))
         if rate > best:

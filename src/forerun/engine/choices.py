@@ -43,10 +43,10 @@ class Choices(Plan):
             return False
         return self._of(name).follows(request)
 
-    def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
+    def budgets(self, turns: Sequence[Turn], rows_left: int, crowded: bool = False) -> list[int]:
         def ask(plan: Plan, group: Sequence[Turn]) -> list[int]:
             nonlocal rows_left
-            found = plan.budgets(group, rows_left)
+            found = plan.budgets(group, rows_left, crowded)
             rows_left -= sum(found)
             return found
 

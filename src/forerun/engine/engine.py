@@ -93,9 +93,13 @@ class Engine:
         """Whether a step has something to do."""
         return self.scheduler.busy
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> list[Generation]:
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, call: int | None = None
+    ) -> list[Generation]:
         """Queue a prompt; gives `params.n` streams of output, which differ in their seeds.
 
+        call: of an earlier stream's request, if somebody waits for all of them together; those of
+        one prompt always belong to one.
         max_tokens is cut to where the model or the store ends. Raises `PromptError` for a prompt
         that can never be served, `ConfigError` for parameters that do not suit the model.
         """
@@ -110,13 +114,16 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         generations = []
         for index in range(params.n):
+            id = next(self._ids)
+            call = id if call is None else call
             request = Request(
-                id=next(self._ids),
+                id=id,
                 tokens=list(prompt),
                 prompt_length=len(prompt),
                 params=params,
                 seed=seed_of(seed, index),
                 stop_ids=stop_ids,
+                call=call,
             )
             stream = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
             generation = Generation(request, index, stream)
@@ -197,7 +204,8 @@ class Engine:
                 if not turn.followed:
                     self.drafter.unfollow(turn.request)
         turns = [turn for turn in batch.turns if turn.decoding]
-        budgets = self.plan.budgets(turns, batch.rows_left)
+        crowded = bool(self.scheduler.waiting)
+        budgets = self.plan.budgets(turns, batch.rows_left, crowded)
         batch.clock.lap("plan")
         for turn, budget in zip(turns, budgets, strict=True):
             turn.budget = self._make_room(turn, budget)

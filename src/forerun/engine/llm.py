@@ -179,7 +179,8 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 ids = self._encode(prompt)
-                job = _Job(next(self._ids), prompt, ids, self.engine.add(ids, each))
+                call = jobs[0].stream_ids[0] if jobs else None
+                job = _Job(next(self._ids), prompt, ids, self.engine.add(ids, each, call))
                 jobs.append(job)
                 self._jobs.update(dict.fromkeys(job.stream_ids, job))
         except BaseException:

@@ -21,9 +21,11 @@ from forerun.engine.outlook import MAX_NODES, Trusts, appraise
 from forerun.engine.probing import Probes
 from forerun.engine.rounds import LEVELS
 from forerun.engine.scheduler import Took, Turn
+from forerun.engine.urgency import urgencies
 
 HOLD = 3  # steps for which it stands who is asked for how much, where it is known what that takes
 REST = 8  # steps for which it stands that nobody is asked
+ENOUGH = 8  # promises to be learned from between two decisions
 FEW = 4  # one newcomer in so many requests makes a round no longer than it usually is
 
 
@@ -47,12 +49,13 @@ class _Decision:
 
 class _Promise(NamedTuple):
     """A draft as it was proposed. chances: of the nodes that may be worth a row. whole: all of them
-    must be bought."""
+    must be bought. urgency: as many tokens each of them counts for."""
 
     turn: Turn
     chances: dict[int, float]
     nodes: int
     whole: bool
+    urgency: float
 
 
 class _Lesson(NamedTuple):
@@ -78,11 +81,11 @@ class Plan:
         self.costs = costs
         first = Ledger(reads[0])
         self._ledgers = [first, *(Ledger(each, first) for each in reads[1:])]
-        self._reads = any(reads)
         self._probes = Probes(self._ledgers)
         self._following = Following()
         self._trusts = Trusts()
-        self._choice = Choice(0.0, 1.0)
+        self._choice = Choice(0.0, 1.0, [])
+        self._urgencies: dict[int, float] = {}  # by request; 1 where there is none
         self._step = 0
         self._decision = _Decision([], [], {})
         self._rests_now = False  # as that says
@@ -99,17 +102,18 @@ class Plan:
         """Whether a drafter that reads hidden states gets those of this request."""
         return request.params.speculation.enabled and self._following.follows(request)
 
-    def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
+    def budgets(self, turns: Sequence[Turn], rows_left: int, crowded: bool = False) -> list[int]:
         """How many nodes the drafter may propose for each of the decoding `turns`; 0: not asked.
 
-        They fit into `rows_left` together. Sets the way in which each of them is asked.
+        They fit into `rows_left` together. Sets the way in which each of them is asked. crowded:
+        somebody waits for the place of whoever ends next.
         """
         requests = [(turn.request.id, turn.followed) for turn in turns]
         stands = self._stands(requests, turns, rows_left)
         self._step += 1
         if not stands:
             self._catch_up()
-            self._decision = self._decide(requests, turns, rows_left)
+            self._decision = self._decide(requests, turns, rows_left, crowded)
         decision = self._decision
         self._rests_now = stands and decision.rests
         for i, way in decision.ways.items():
@@ -134,7 +138,11 @@ class Plan:
         )
 
     def _decide(
-        self, requests: list[tuple[int, bool]], turns: Sequence[Turn], rows_left: int
+        self,
+        requests: list[tuple[int, bool]],
+        turns: Sequence[Turn],
+        rows_left: int,
+        crowded: bool,
     ) -> _Decision:
         limits = [most_nodes(turn.request) for turn in turns]
         able = [
@@ -144,8 +152,12 @@ class Plan:
         decision = _Decision(requests, [0] * len(turns), {})
         if not any(able) or not rows_left:
             return decision
+        asking = [turn.request for turn in turns]
+        self._urgencies = {} if crowded else urgencies(asking, self.costs)
         self._choice = choice = Choice(
-            float(len(turns)), self.costs.plain([turn.request.cached for turn in turns])
+            float(len(turns)),
+            self.costs.plain([request.cached for request in asking]),
+            [self._urgencies.get(request.id, 1.0) for request in asking],
         )
         for way, places in enumerate(able):
             if places and self._ledgers[way].tried:
@@ -164,8 +176,7 @@ class Plan:
             nodes = min(LEVELS[level], limits[i], rows_left // len(places))
             decision.budgets[i] = nodes
             usual = usual and nodes == LEVELS[level] and self._ledgers[way].rounds.seen(level)
-        followed = self._reads and any(turn.followed for turn in turns)
-        decision.rests = not (places or followed)
+        decision.rests = not places
         decision.steps = REST if decision.rests else HOLD if usual else 0
         return decision
 
@@ -209,11 +220,18 @@ class Plan:
         kept = drafts
         if any(drafts):
             taken = [1.0 if i == probed else trust for i, trust in enumerate(trusts)]
-            kept, self._price, chances = buy(self.costs, turns, taken, rows, spent)
+            urgent = [self._urgencies.get(turn.request.id, 1.0) for turn in turns]
+            kept, self._price, chances = buy(self.costs, turns, taken, urgent, rows, spent)
         if probed is not None:
             chances[probed] = likely(turns[probed].draft, trusts[probed], 0.0)
         self._promises = [
-            _Promise(turn, found, len(draft), draft.probs_NV is not None)
+            _Promise(
+                turn,
+                found,
+                len(draft),
+                draft.probs_NV is not None,
+                self._urgencies.get(turn.request.id, 1.0),
+            )
             for turn, draft, found in zip(turns, drafts, chances, strict=True)
             if turn.budget
         ]
@@ -243,17 +261,23 @@ class Plan:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Learn from the steps since the last decision."""
+        """Learn from the steps since the last decision; what drafts promise, from as many of the
+        last steps as tell `ENOUGH`."""
         lessons, self._lessons = self._lessons, []
-        for each in lessons:
+        first, promises = len(lessons), 0
+        while first and promises < ENOUGH:
+            first -= 1
+            promises += len(lessons[first].promises)
+        for each in lessons[first:]:
             for promise in each.promises:
                 self._look_forward(promise, each.price)
+        for each in lessons:
             self._look_back(each)
 
     def _look_forward(self, promise: _Promise, price: float) -> None:
         """Learn from what a draft promised, as far as it was trusted."""
-        turn, chances, nodes, whole = promise
-        worths, passes = appraise(chances.values(), nodes, turn.budget, whole, price)
+        turn, chances, nodes, whole, urgency = promise
+        worths, passes = appraise(chances.values(), nodes, turn.budget, whole, price / urgency)
         self._ledgers[turn.way].expect(turn.request, worths, passes)
 
     def _look_back(self, lesson: _Lesson) -> None:

@@ -67,7 +67,7 @@ class Probes:
         (i,) = _at(probe, turns, others)
         probe.replaces = i in ways
         probe.seconds = choice.shares.get(i, 0.0)
-        probe.worth = choice.worths.get(i, 0.0)
+        probe.worth = choice.worths.get(i, 0.0) / choice.urgencies[i]
         return i
 
     def _begin(

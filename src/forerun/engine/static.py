@@ -22,7 +22,7 @@ class Static(Plan):
     def follows(self, request: Request) -> bool:
         return request.params.speculation.enabled
 
-    def budgets(self, turns: Sequence[Turn], rows_left: int) -> list[int]:
+    def budgets(self, turns: Sequence[Turn], rows_left: int, crowded: bool = False) -> list[int]:
         share = rows_left // max(1, len(turns))
         return [min(share, most_nodes(turn.request)) for turn in turns]
 

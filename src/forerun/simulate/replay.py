@@ -143,7 +143,7 @@ class _Stream:
 
 def _draft(plan: Plan, running: Sequence[_Stream], turns: Sequence[Turn], table: Table) -> float:
     """Give the turns the drafts that the plan asks for and keeps; seconds of drafting."""
-    budgets = plan.budgets(turns, rows_left=MAX_NODES * len(turns))
+    budgets = plan.budgets(turns, MAX_NODES * len(turns), crowded=True)
     for stream, turn, budget in zip(running, turns, budgets, strict=True):
         turn.budget = budget
         if budget:

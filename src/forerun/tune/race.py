@@ -24,8 +24,10 @@ class Runner(Protocol):
         """Whether a step has something to do."""
         ...
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> list[Generation]:
-        """Queue a prompt."""
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, call: int | None = None
+    ) -> list[Generation]:
+        """Queue a prompt, one of those that are waited for together."""
         ...
 
     def step(self) -> object:
@@ -46,7 +48,8 @@ class Lane:
         self._generations: list[Generation] = []
         begin = time.perf_counter()
         for prompt, each in zip(prompts, params, strict=True):
-            self._generations += engine.add(prompt, each)
+            call = self._generations[0].request.call if self._generations else None
+            self._generations += engine.add(prompt, each, call)
         self.seconds = time.perf_counter() - begin
 
     @property
