@@ -334,6 +334,26 @@ def test_a_plan_that_asks_nobody_rests(weighed: list[Any]) -> None:
     assert len(weighed) < 1000 / REST + 100
 
 
+def test_a_plan_that_can_ask_nobody_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = 0
+    decide = Plan._decide
+
+    def count(*args: Any) -> Any:
+        nonlocal decided
+        decided += 1
+        return decide(*args)
+
+    monkeypatch.setattr(Plan, "_decide", count)
+    plan = Plan(TENTH, reads=[True])
+    left = turn()
+    left.followed = False
+    for _ in range(90):
+        assert plan.budgets([left], 64) == [0]
+    assert decided == 90 / (1 + REST)
+    left.followed = True
+    assert plan.budgets([left], 64) != [0]
+
+
 def test_a_probe_is_not_cut_in_half_by_a_rest() -> None:
     """Only its second step tells what a round takes."""
     world = World(Plan(TENTH, reads=[False]), lambda _: 0.0, round=lambda *_: 0.1).run(3000)

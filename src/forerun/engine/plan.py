@@ -151,6 +151,7 @@ class Plan:
         ]
         decision = _Decision(requests, [0] * len(turns), {})
         if not any(able) or not rows_left:
+            decision.steps, decision.rests = REST, True
             return decision
         asking = [turn.request for turn in turns]
         self._urgencies = {} if crowded else urgencies(asking, self.costs)
