@@ -237,8 +237,10 @@ class Engine:
         """
         span = turn.request.span
         assert span
-        budget = min(budget, self.store.free_slots + span.capacity - span.length - turn.rows)
-        self.store.reserve(span, turn.rows + budget)
+        room = span.capacity - span.length - turn.rows
+        if budget > room:
+            budget = min(budget, self.store.free_slots + room)
+            self.store.reserve(span, turn.rows + budget)
         return budget
 
     def _plan(self, batch: Batch) -> None:

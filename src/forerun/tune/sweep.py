@@ -2,8 +2,9 @@
 
 A cell is a workload, a draft, a batch size and a temperature. Every pair answers a group of prompts
 once plainly and once with the draft, a pass of each in turn, and goes to the file as a line: a run
-that was killed goes on where it was. A cell is decided as soon as the confidence interval of
-its speed-up lies on one side of `LEAST`.
+that was killed goes on where it was. Before, a new engine answers a group that does not count: what
+a draft is worth is found out once. A cell is decided as soon as the confidence interval of its
+speed-up lies on one side of `LEAST`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from forerun.errors import ConfigError
 from forerun.interop import shipped
 from forerun.train.jsonl import Journal, read_records
 from forerun.tune.adversaries import AlwaysWrong, random_text
-from forerun.tune.bench import PLAIN, WARM_UP, WARM_UP_TOKENS
+from forerun.tune.bench import PLAIN
 from forerun.tune.race import Lane, Runner, race
 from forerun.tune.workloads import BUILT_IN, load_workload
 
@@ -161,11 +162,10 @@ class Sweep:
 
     def _measure(self, cell: Cell, until: float, end: float) -> Iterator[Cell]:
         pairs = self.pairs[cell]
-        plain, drafted = (self._start(draft, cell.batch) for draft in (PLAIN, cell.draft))
-        for engine in (plain, drafted):
-            self._warm_up(engine, cell.batch)
+        engines = [self._start(draft, cell.batch) for draft in (PLAIN, cell.draft)]
+        race([self._lane(engine, cell, MOST) for engine in engines])
         while len(pairs) < MOST:
-            lanes = [self._lane(engine, cell, len(pairs)) for engine in (plain, drafted)]
+            lanes = [self._lane(engine, cell, len(pairs)) for engine in engines]
             race(lanes if len(pairs) % 2 else lanes[::-1])
             pairs.append(_pair(*lanes))
             self._write({"cell": astuple(cell), **asdict(pairs[-1])})
@@ -177,10 +177,6 @@ class Sweep:
     def _write(self, record: dict[str, Any]) -> None:
         with Journal(self._file) as journal:
             journal.append(record)
-
-    def _warm_up(self, engine: Runner, batch: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-        race([Lane(engine, [self.model.tokenizer.encode(WARM_UP)] * batch, [params] * batch)])
 
     def _lane(self, engine: Runner, cell: Cell, number: int) -> Lane:
         """The prompts of a cell's pair `number`, each with its own seed, given to an engine."""
@@ -226,7 +222,7 @@ class Sweep:
     def _seconds(self, cell: Cell) -> float:
         prompts = [round(fmean(map(len, self._shortest(cell.workload))))] * cell.batch
         tokens = TOKENS * self._costs.seconds(prompts, [1] * cell.batch)
-        return 2 * FEWEST * (self._costs[sum(prompts)] + tokens)
+        return 2 * (1 + FEWEST) * (self._costs[sum(prompts)] + tokens)
 
 
 def drafts(model: LoadedModel) -> list[str]:
