@@ -112,7 +112,7 @@ class Request:
 
     tokens[:prompt_length] is the prompt, the rest is committed output. tokens[:span.length] have
     their keys and values in the store; the others are pending and are fed in the next passes.
-    call: that of others, too, if somebody waits for all of them.
+    call: the same for those whose caller waits for all of them; None: for this one alone.
     """
 
     id: int
