@@ -219,21 +219,15 @@ class Plan:
             probed = next((i for i, turn in enumerate(turns) if self._probes.asks(turn)), None)
         chances: list[dict[int, float]] = [{}] * len(turns)
         kept = drafts
+        urgent = [self._urgencies.get(turn.request.id, 1.0) for turn in turns]
         if any(drafts):
             taken = [1.0 if i == probed else trust for i, trust in enumerate(trusts)]
-            urgent = [self._urgencies.get(turn.request.id, 1.0) for turn in turns]
             kept, self._price, chances = buy(self.costs, turns, taken, urgent, rows, spent)
         if probed is not None:
             chances[probed] = likely(turns[probed].draft, trusts[probed], 0.0)
         self._promises = [
-            _Promise(
-                turn,
-                found,
-                len(draft),
-                draft.probs_NV is not None,
-                self._urgencies.get(turn.request.id, 1.0),
-            )
-            for turn, draft, found in zip(turns, drafts, chances, strict=True)
+            _Promise(turn, found, len(draft), draft.probs_NV is not None, urgency)
+            for turn, draft, found, urgency in zip(turns, drafts, chances, urgent, strict=True)
             if turn.budget
         ]
         return kept

@@ -89,14 +89,7 @@ class Compiled:
     def run(
         self, hidden_RC: Tensor, layers: Sequence[Layer], beside_RC: Tensor | None = None
     ) -> Tensor:
-        self.lib.run(
-            ctypes.byref(self.batch),
-            self._addresses(layers),
-            len(layers),
-            address(beside_RC),
-            hidden_RC.data_ptr(),
-            None,
-        )
+        self._run(hidden_RC, layers, beside_RC, None)
         return hidden_RC
 
     def run_tapped(
@@ -106,15 +99,25 @@ class Compiled:
         taps_RTC = torch.empty(rows, len(taps), size, dtype=self.dtype)
         boundaries = array("i", taps)
         where = kernels.Taps(len(taps), boundaries.buffer_info()[0], taps_RTC.data_ptr())
+        self._run(hidden_RC, layers, None, where)
+        return hidden_RC, taps_RTC
+
+    def _run(
+        self,
+        hidden_RC: Tensor,
+        layers: Sequence[Layer],
+        beside_RC: Tensor | None,
+        taps: kernels.Taps | None,
+    ) -> None:
+        """In place on hidden_RC."""
         self.lib.run(
             ctypes.byref(self.batch),
             self._addresses(layers),
             len(layers),
-            None,
+            address(beside_RC),
             hidden_RC.data_ptr(),
-            ctypes.byref(where),
+            None if taps is None else ctypes.byref(taps),
         )
-        return hidden_RC, taps_RTC
 
     def append(self, x_RC: Tensor, layers: Sequence[Layer]) -> None:
         self.lib.append(
