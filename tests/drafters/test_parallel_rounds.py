@@ -75,6 +75,26 @@ def test_the_same_where_requests_sample(
     assert len(twins.live(8, **values)) > 2, "trees of several sizes"
 
 
+@pytest.mark.parametrize("values", [{}, *SAMPLED], ids=str)
+@pytest.mark.parametrize("kind", ["medusa, one matrix, reduced", "dflash, own ends"])
+def test_what_is_given_to_be_joined(
+    target: LoadedModel, draft: Callable[[str], str], kind: str, values: dict[str, float]
+) -> None:
+    """The candidates of each place, as Python would rank them."""
+    twins = Twins(target, f"{draft(kind)},top_k=4,nodes=14", seed=3)
+    requests = [twins.start(id, rows, **values) for id, rows in enumerate((9, 40, 3))]
+    sources = twins.whole.sources(requests, [14, 0, 2])
+    laws = twins.stepwise.laws(requests, [14, 0, 2])
+    for source, law in zip(sources, laws, strict=True):
+        assert (source.nodes, source.depth) == (law.nodes, law.depth)
+        for place in range(law.depth):
+            each = slice(place * source.width, (place + 1) * source.width)
+            given = zip(source.alive._tokens[each], source.alive._beliefs[each], strict=True)
+            possible = {token: belief for token, belief in given if belief > 0}
+            assert possible == pytest.approx(dict(law.successors(place)), abs=1e-5)
+    assert [source.nodes for source in sources] == [14, 0, 14]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_in_bfloat16(folder: Path, draft: Callable[[str], str], kind: str) -> None:
     target = load(str(folder), "bfloat16", "cpu")

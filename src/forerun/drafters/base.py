@@ -12,6 +12,7 @@ from torch import Tensor
 from forerun.config import Settings
 from forerun.core import Draft, Request, Verdict
 from forerun.drafters.laws import Law, of_draft
+from forerun.drafters.sources import Source
 from forerun.models.cache import KVStore
 from forerun.models.target import Target, TargetInfo
 
@@ -100,6 +101,15 @@ class Drafter(ABC):
     def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
         """Instead of `propose`: what is believed on all paths, so that others can be joined."""
         return [of_draft(draft) for draft in self.propose(requests, budgets)]
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether `sources` can be asked for instead of `laws`."""
+        return True
+
+    def sources(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Source]:
+        """The same beliefs as `laws`, for compiled code."""
+        return [Source.of_draft(draft) for draft in self.propose(requests, budgets)]
 
     def observe(  # noqa: B027, most drafters need not know
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]

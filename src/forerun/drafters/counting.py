@@ -11,13 +11,14 @@ import numpy as np
 from forerun.core import Draft, Request
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.corpus_file import Corpus
+from forerun.drafters.sources import COUNTS, Source
 from forerun.drafters.tree import prune
 from forerun.models import kernels
 from forerun.models.heads.rounds import Rounds
 
 
 class _Tables(ctypes.Structure):
-    """A corpus; mirror of `Corpus` in kernels/counting.c."""
+    """A corpus; mirror of `Corpus` in kernels/counting.h."""
 
     _fields_ = (
         ("keys_at", ctypes.c_void_p),
@@ -46,7 +47,7 @@ class _Tables(ctypes.Structure):
 
 
 class Counting(ctypes.Structure):
-    """How a drafter counts; mirror of `Counting` in kernels/counting.c.
+    """How a drafter counts; mirror of `Counting` in kernels/counting.h.
 
     order: longest ending that is looked for in the request. weight: sightings that one there counts
     for. negligible: probability left over at which shorter endings no longer matter. floor: paths
@@ -94,7 +95,9 @@ class Counting(ctypes.Structure):
 
 
 class _Text(ctypes.Structure):
-    """A request; mirror of `Text` in kernels/counting.c."""
+    """A request; mirror of `Text` in kernels/counting.h."""
+
+    depth: int
 
     _fields_ = (
         ("tokens_at", ctypes.c_void_p),
@@ -157,6 +160,18 @@ class CountingRounds(Rounds):
             kept = [node for node, chance in enumerate(draft.survival) if chance >= floor]
             drafts.append(prune(draft, kept))
         return drafts
+
+    def source(self, request: Request) -> Source:
+        """Its law, to be joined with others."""
+        text = self._text(request)
+        return Source(
+            COUNTS,
+            nodes=self._nodes,
+            depth=text.depth,
+            floor=self._counting.floor,
+            net_at=ctypes.addressof(self._counting),
+            text_at=text.address,
+        )
 
     def release(self, request: Request) -> None:
         """Forget its tokens."""

@@ -30,7 +30,7 @@ from forerun.models.cache import Span
 from forerun.models.heads.dflash import DFlash
 from forerun.models.heads.dflash_round import Start
 from forerun.models.heads.dflash_runner import DFlashRunner
-from forerun.models.heads.rounds import Rules, Tree
+from forerun.models.heads.rounds import Ranked, Rules, Tree
 from forerun.models.packing import add, joined, pack
 from forerun.models.target import Segment
 
@@ -198,8 +198,11 @@ class DFlashDrafter(ParallelDrafter):
         context.waiting.clear()
         context.unsettled = 0
 
-    def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
-        """The blocks of all requests lie side by side in one pass, whole ones whatever `depth`."""
+    def _places(self, nodes: int) -> int:
+        return self._depth  # a block is drafted whole
+
+    def _logits(self, requests: Sequence[Request], nodes: int) -> Tensor:
+        """The blocks of all requests lie side by side in one pass."""
         contexts = [self._contexts[request.id] for request in requests]
         self._settle(contexts)
         c = self._runner.config
@@ -214,13 +217,19 @@ class DFlashDrafter(ParallelDrafter):
     def _has_rounds(self) -> bool:
         return self._runner.rounds is not None
 
-    def _round(self, requests: Sequence[Request], trees: Sequence[Tree], rules: Rules) -> None:
+    def _round(
+        self,
+        requests: Sequence[Request],
+        trees: Sequence[Tree],
+        rules: Rules,
+        ranked: Sequence[Ranked],
+    ) -> None:
         assert self._runner.rounds
         contexts = [self._contexts[request.id] for request in requests]
         starts = []
         for request, context in zip(requests, contexts, strict=True):
             taps_RTE = joined(context.waiting) if context.waiting else None
             starts.append(Start(context.span, context.unsettled, taps_RTE, request.tokens[-1]))
-        self._runner.rounds.draft(starts, trees, rules, self._width)
+        self._runner.rounds.draft(starts, trees, rules, self._width, ranked)
         for context in contexts:
             self._settled(context)

@@ -24,8 +24,10 @@ from forerun.core import Draft, Request, Verdict
 from forerun.drafters.base import Drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.combined import Combined
+from forerun.drafters.joining import JoinedRounds
 from forerun.drafters.laws import SILENT, Law
 from forerun.drafters.mixing import NAMED, OTHERS, Mixer, Weights, score
+from forerun.drafters.sources import Source
 from forerun.drafters.tree import best_first
 
 NEGLIGIBLE = 0.01  # a path that no source takes to be likelier is not looked at
@@ -68,6 +70,11 @@ class Joined(Combined):
         self._names = _Names(drafters)
         self._calibration = Calibration()
         self._open: dict[int, tuple[int, Place]] = {}
+        # Without compiled code each node costs as much Python as a small network's pass.
+        compiled = all(drafter.has_sources for drafter in drafters)
+        self._rounds = (
+            JoinedRounds.make(len(drafters), NEGLIGIBLE, self._names) if compiled else None
+        )
         self._ways = [Some(self, members) for members in _subsets(drafters)]
 
     @property
@@ -83,6 +90,8 @@ class Joined(Combined):
         """One tree per request of what some of the drafters believe; the others are not asked."""
         if len(members) == 1:  # which has nobody to be joined with
             return self.drafters[members[0]].propose(requests, budgets)
+        if self._rounds:
+            return self._in_one_call(self._rounds, members, requests, budgets)
         silent = [SILENT] * len(requests)
         each = [
             drafter.laws(requests, budgets) if source in members else silent
@@ -95,14 +104,34 @@ class Joined(Combined):
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
         for request in requests:
-            self._learn(request)
+            if self._rounds:
+                self._rounds.learn(request)
+            else:
+                self._learn(request)
             self._calibration.settle(request)
         super().observe(requests, verdicts, taps)
 
     def release(self, request: Request) -> None:
+        if self._rounds:
+            self._rounds.release(request)
         self._open.pop(request.id, None)
         self._calibration.forget(request)
         super().release(request)
+
+    def _in_one_call(
+        self,
+        rounds: JoinedRounds,
+        members: Sequence[int],
+        requests: Sequence[Request],
+        budgets: Sequence[int],
+    ) -> list[Draft]:
+        silent = [Source()] * len(requests)
+        each = [
+            drafter.sources(requests, budgets) if source in members else silent
+            for source, drafter in enumerate(self.drafters)
+        ]
+        of_requests = list(zip(*each, strict=True))
+        return rounds.propose(requests, budgets, of_requests, self._calibration)
 
     def _join(self, request: Request, budget: int, laws: Sequence[Law]) -> Draft:
         nodes = min(budget, sum(law.nodes for law in laws))

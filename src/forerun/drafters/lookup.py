@@ -13,6 +13,7 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.counting import CountingRounds
 from forerun.drafters.laws import SILENT, Law
+from forerun.drafters.sources import Source
 from forerun.drafters.tree import best_first
 
 
@@ -56,6 +57,17 @@ class LawLookup(Lookup):
     def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
         return [
             self._law(request) if budget > 0 and request.remaining > 1 else SILENT
+            for request, budget in zip(requests, budgets, strict=True)
+        ]
+
+    @property
+    def has_sources(self) -> bool:
+        return self._rounds is not None
+
+    def sources(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Source]:
+        assert self._rounds
+        return [
+            self._rounds.source(request) if budget > 0 and request.remaining > 1 else Source()
             for request, budget in zip(requests, budgets, strict=True)
         ]
 

@@ -106,4 +106,6 @@ def best_tree(candidates: Candidates, nodes: int, ends: Collection[int] = ()) ->
 def law_of(candidates: Candidates, nodes: int) -> Law:
     """The law of the same beliefs: what stands before a place does not matter."""
     places = zip(candidates.tokens, candidates.beliefs, strict=True)
-    return of_places([list(zip(*place, strict=True)) for place in places], nodes)
+    return of_places(
+        [[each for each in zip(*place, strict=True) if each[1] > 0] for place in places], nodes
+    )

@@ -23,12 +23,13 @@ from forerun.drafters.base import DraftContext, Drafter, Known
 from forerun.drafters.laws import Law
 from forerun.drafters.marginals import Candidates
 from forerun.drafters.parallel import ParallelDrafter
+from forerun.drafters.sources import Source
 from forerun.drafters.static_tree import StaticTree
 from forerun.errors import ConfigError
 from forerun.interop import medusa as checkpoint
 from forerun.interop import shipped
 from forerun.models.heads.medusa_runner import MedusaRunner
-from forerun.models.heads.rounds import Rules, Tree
+from forerun.models.heads.rounds import Ranked, Rules, Tree
 
 TOP_K, NODES = 10, 16
 
@@ -106,6 +107,11 @@ class Medusa(ParallelDrafter):
             return Drafter.laws(self, requests, budgets)
         return super().laws(requests, budgets)
 
+    def sources(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Source]:
+        if self._tree:
+            return Drafter.sources(self, requests, budgets)
+        return super().sources(requests, budgets)
+
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], taps: Sequence[Tensor]
     ) -> None:
@@ -123,9 +129,12 @@ class Medusa(ParallelDrafter):
     def _is_ready(self, request: Request) -> bool:
         return request.id in self._taps
 
-    def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
+    def _places(self, nodes: int) -> int:
+        return min(self._depth, nodes)  # no tree is deeper than it has nodes
+
+    def _logits(self, requests: Sequence[Request], nodes: int) -> Tensor:
         hidden_BC = torch.cat([self._taps[request.id][-1] for request in requests])
-        return self._runner.logits(hidden_BC, min(self._depth, depth))
+        return self._runner.logits(hidden_BC, self._places(nodes))
 
     def _tree_of(self, ranked: Candidates, nodes: int, request: Request) -> Draft:
         if self._tree:
@@ -135,6 +144,13 @@ class Medusa(ParallelDrafter):
     def _has_rounds(self) -> bool:
         return self._runner.rounds is not None and self._tree is None
 
-    def _round(self, requests: Sequence[Request], trees: Sequence[Tree], rules: Rules) -> None:
+    def _round(
+        self,
+        requests: Sequence[Request],
+        trees: Sequence[Tree],
+        rules: Rules,
+        ranked: Sequence[Ranked],
+    ) -> None:
         assert self._runner.rounds
-        self._runner.rounds.draft([self._taps[each.id] for each in requests], trees, rules)
+        states = [self._taps[each.id] for each in requests]
+        self._runner.rounds.draft(states, trees, rules, ranked)

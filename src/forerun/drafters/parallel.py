@@ -18,7 +18,8 @@ from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.calibration import Calibration
 from forerun.drafters.laws import SILENT, Law
 from forerun.drafters.marginals import Candidates, best_tree, candidates, law_of
-from forerun.models.heads.rounds import Rules, Tree
+from forerun.drafters.sources import Source
+from forerun.models.heads.rounds import Ranked, Rules, Tree
 from forerun.models.target import opened
 from forerun.sampling import leaves_logits
 
@@ -61,6 +62,21 @@ class ParallelDrafter(Drafter):
         found = {request.id: law_of(each, self._nodes) for request, each in ranked}
         return [found.get(request.id, SILENT) for request in requests]
 
+    def sources(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Source]:
+        asked, nodes = self._able(requests, budgets)
+        if not asked:
+            return [Source()] * len(requests)
+        if self._has_rounds() and all(map(leaves_logits, asked)):
+            ranked = self._given(asked, nodes)
+        else:
+            found = self._ranked(asked, max(nodes))
+            ranked = [Ranked.of(each.tokens, each.beliefs) for each in found]
+        given = [Source.of_places(each, self._nodes) for each in ranked]
+        if len(asked) == len(requests):
+            return given
+        known = {request.id: source for request, source in zip(asked, given, strict=True)}
+        return [known.get(request.id, Source()) for request in requests]
+
     def _able(
         self, requests: Sequence[Request], budgets: Sequence[int]
     ) -> tuple[list[Request], list[int]]:
@@ -72,8 +88,8 @@ class ParallelDrafter(Drafter):
                 nodes.append(min(budget, self._nodes))
         return asked, nodes
 
-    def _ranked(self, requests: Sequence[Request], depth: int) -> list[Candidates]:
-        logits_BDU = self._logits(requests, depth)
+    def _ranked(self, requests: Sequence[Request], nodes: int) -> list[Candidates]:
+        logits_BDU = self._logits(requests, nodes)
         vocab_size = self._target.info.vocab_size
         return candidates(requests, logits_BDU, self._top_k, self._ids_U, vocab_size)
 
@@ -88,11 +104,22 @@ class ParallelDrafter(Drafter):
         return drafts
 
     def _in_one_call(self, requests: Sequence[Request], nodes: Sequence[int]) -> list[Draft]:
-        calibration = self._calibration
-        rules = calibration.rules(self._top_k, self._nodes)
-        trees = [calibration.tree(*each, rules) for each in zip(requests, nodes, strict=True)]
-        self._round(requests, trees, rules)
-        return [calibration.grown(*each) for each in zip(requests, trees, strict=True)]
+        trees, rules = self._trees(requests, nodes)
+        self._round(requests, trees, rules, ())
+        return [self._calibration.grown(*each) for each in zip(requests, trees, strict=True)]
+
+    def _given(self, requests: Sequence[Request], nodes: Sequence[int]) -> list[Ranked]:
+        """The candidates of each place, in one call."""
+        trees, rules = self._trees(requests, nodes)
+        places = self._places(max(nodes))
+        given = [Ranked(places, self._top_k) for _ in requests]
+        self._round(requests, trees, rules, given)
+        return given
+
+    def _trees(self, requests: Sequence[Request], nodes: Sequence[int]) -> tuple[list[Tree], Rules]:
+        rules = self._calibration.rules(self._top_k, self._nodes)
+        each = zip(requests, nodes, strict=True)
+        return [self._calibration.tree(*one, rules) for one in each], rules
 
     def _tree_of(self, ranked: Candidates, nodes: int, request: Request) -> Draft:
         """The tree to propose; survival is the belief in each node given its parent."""
@@ -103,13 +130,23 @@ class ParallelDrafter(Drafter):
         """Whether there is something to draft from."""
 
     @abstractmethod
-    def _logits(self, requests: Sequence[Request], depth: int) -> Tensor:
-        """Of the places ahead, `depth` of them if there are so many, [B, D, U]."""
+    def _places(self, nodes: int) -> int:
+        """How many places are looked at for so many nodes."""
+
+    @abstractmethod
+    def _logits(self, requests: Sequence[Request], nodes: int) -> Tensor:
+        """Of the places ahead that are looked at for so many nodes, [B, D, U]."""
 
     @abstractmethod
     def _has_rounds(self) -> bool:
         """Whether trees can be had in one call, where requests do not edit logits."""
 
     @abstractmethod
-    def _round(self, requests: Sequence[Request], trees: Sequence[Tree], rules: Rules) -> None:
-        """Grow them in that call."""
+    def _round(
+        self,
+        requests: Sequence[Request],
+        trees: Sequence[Tree],
+        rules: Rules,
+        ranked: Sequence[Ranked],
+    ) -> None:
+        """Grow them in that call, or fill what is `ranked` instead."""

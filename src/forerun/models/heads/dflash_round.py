@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.models import kernels
 from forerun.models.cache import KVStore, Span
 from forerun.models.compiled import Compiled, PackedMatrix, address
-from forerun.models.heads.rounds import Rounds, Rules, Tree
+from forerun.models.heads.rounds import Ranked, Rounds, Rules, Tree, in_a_row
 from forerun.models.layers import Layer
 
 BLOCK = Struct("3iPq")  # mirror of `Block` in kernels/dflash.c
@@ -97,10 +97,16 @@ class DFlashRounds(Rounds):
         )
 
     def draft(
-        self, starts: Sequence[Start], trees: Sequence[Tree], rules: Rules, slots: int
+        self,
+        starts: Sequence[Start],
+        trees: Sequence[Tree],
+        rules: Rules,
+        slots: int,
+        ranked: Sequence[Ranked] = (),
     ) -> None:
         """Grow what `best_tree` would make of the logits of blocks of so many slots. Context that
-        was due is written behind that of its span, but not committed."""
+        was due is written behind that of its span, but not committed. ranked: if there are any,
+        they are filled, and trees only say what is wanted."""
         blocks = []
         positions = 0
         for span, due, taps_RF, anchor in starts:
@@ -109,4 +115,5 @@ class DFlashRounds(Rounds):
             positions = max(positions, span.length + due + slots)
         layers = self._backend.addresses_in(self._store, positions, self._blocks.layers)
         self._address.layers = ctypes.addressof(layers)
-        self._run(self._lib.dflash_round, self._address, rules, trees, slots, b"".join(blocks))
+        due_blocks, given = b"".join(blocks), in_a_row(ranked)
+        self._run(self._lib.dflash_round, self._address, rules, trees, slots, due_blocks, given)

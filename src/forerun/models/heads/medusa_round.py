@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.models import kernels
 from forerun.models.compiled import Compiled, PackedMatrix, address
-from forerun.models.heads.rounds import Rounds, Rules, Tree
+from forerun.models.heads.rounds import Ranked, Rounds, Rules, Tree, in_a_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,20 @@ class MedusaRounds(Rounds):
             address(heads.ids_U),
         )
 
-    def draft(self, states: Sequence[Tensor], trees: Sequence[Tree], rules: Rules) -> None:
+    def draft(
+        self,
+        states: Sequence[Tensor],
+        trees: Sequence[Tree],
+        rules: Rules,
+        ranked: Sequence[Ranked] = (),
+    ) -> None:
         """Grow what `best_tree` would make of the heads' logits. states: of each request, what the
-        target's last layer gave, contiguous; the last row counts, [.., C]."""
+        target's last layer gave, contiguous; the last row counts, [.., C]. ranked: if there are
+        any, they are filled, and trees only say what is wanted."""
         last = [state_RC.data_ptr() + (state_RC.shape[0] - 1) * self._row for state_RC in states]
         addresses = (ctypes.c_void_p * len(last))(*last)
-        self._run(self._lib.medusa_round, self._address, rules, trees, addresses)
+        given = in_a_row(ranked)
+        self._run(self._lib.medusa_round, self._address, rules, trees, addresses, given)
 
 
 def _matrices(matrices: Sequence[PackedMatrix]) -> ctypes.Array[kernels.Matrix]:

@@ -127,6 +127,35 @@ class Tree(ctypes.Structure):
         lib.settle(self._rules_at, self.address, tokens.buffer_info()[0], len(tokens))
 
 
+class Ranked(ctypes.Structure):
+    """The candidates of each place, best first; mirror of `Ranked` in kernels/rounds.h."""
+
+    tokens_at: int
+    beliefs_at: int
+    _fields_ = (("tokens_at", ctypes.c_void_p), ("beliefs_at", ctypes.c_void_p))
+
+    def __init__(self, places: int, width: int) -> None:
+        self.places, self.width = places, width
+        self._tokens = (ctypes.c_int64 * (places * width))()
+        self._beliefs = (ctypes.c_float * (places * width))()
+        super().__init__(ctypes.addressof(self._tokens), ctypes.addressof(self._beliefs))
+
+    @classmethod
+    def of(cls, tokens: Sequence[Sequence[int]], beliefs: Sequence[Sequence[float]]) -> Ranked:
+        """What is known already, by place."""
+        ranked = cls(len(tokens), len(tokens[0]))
+        for place, (ids, chances) in enumerate(zip(tokens, beliefs, strict=True)):
+            for rank, (token, chance) in enumerate(zip(ids, chances, strict=True)):
+                ranked._tokens[place * ranked.width + rank] = token
+                ranked._beliefs[place * ranked.width + rank] = chance
+        return ranked
+
+
+def in_a_row(ranked: Sequence[Ranked]) -> ctypes.Array[Ranked] | None:
+    """As compiled rounds take them; None, where trees are wanted."""
+    return (Ranked * len(ranked))(*ranked) if ranked else None
+
+
 class Rounds:
     """Trees for all requests of a batch in one call. seconds: what the passes of the last round
     took, from what they are fed to the logits."""
@@ -138,7 +167,7 @@ class Rounds:
     def _run(
         self,
         round: Callable[..., float],
-        network: ctypes.Structure,
+        network: ctypes.Structure | ctypes.Array[Any],
         rules: Rules,
         trees: Sequence[Tree],
         *starts: Any,

@@ -22,8 +22,19 @@ from torch import Tensor
 from forerun.home import cache_folder, written_whole
 
 FOLDER = Path(__file__).parent
-VOIDS = ("prepare", "run", "append", "linear", "norm", "add_silu", "logits", "best", "settle")
-ROUNDS = ("eagle", "medusa", "dflash", "counting")
+VOIDS = (
+    "prepare",
+    "run",
+    "append",
+    "linear",
+    "norm",
+    "add_silu",
+    "logits",
+    "best",
+    "settle",
+    "joined_learn",
+)
+ROUNDS = ("eagle", "medusa", "dflash", "counting", "joined")
 SOURCES, HEADERS = sorted(FOLDER.glob("*.c")), sorted(FOLDER.glob("*.h"))
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-Wno-psabi", "-fno-math-errno")
 
@@ -206,9 +217,11 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.settle.argtypes = (pointer, pointer, pointer, int32)
     trees = (pointer, int32)
     lib.eagle_round.argtypes = (pointer, pointer, ctypes.c_double, pointer, *trees)
-    lib.medusa_round.argtypes = (pointer, pointer, pointer, *trees)
-    lib.dflash_round.argtypes = (pointer, pointer, int32, pointer, *trees)
+    lib.medusa_round.argtypes = (pointer, pointer, pointer, pointer, *trees)
+    lib.dflash_round.argtypes = (pointer, pointer, int32, pointer, pointer, *trees)
     lib.counting_round.argtypes = (pointer, pointer, pointer, *trees)
+    lib.joined_round.argtypes = (pointer, pointer, pointer, pointer, *trees)
+    lib.joined_learn.argtypes = (pointer, pointer, pointer, int32)
     for name in ("rank", *(f"{name}_round" for name in ROUNDS)):
         getattr(lib, name).restype = ctypes.c_double
     return lib

@@ -121,9 +121,9 @@ static double run_blocks(Round *r, const Rules *rules, Tree *const trees[]) {
     return now() - begin - ranking;
 }
 
-/* slots: of a block, its anchor included. */
+/* slots: of a block, its anchor included. ranked: null, or what is given instead of trees. */
 double dflash_round(const Blocks *net, const Rules *rules, int32_t slots, const Block *blocks,
-                    Tree *const trees[], int32_t count) {
+                    const Ranked *ranked, Tree *const trees[], int32_t count) {
     int32_t nodes = 0, drafts = slots - net->first_slot;
     for (int32_t s = 0; s < count; s++) nodes = larger_of(nodes, trees[s]->nodes);
     Round r = {.net = net, .blocks = blocks, .count = count, .slots = slots, .drafts = drafts};
@@ -136,7 +136,8 @@ double dflash_round(const Blocks *net, const Rules *rules, int32_t slots, const 
     for (int32_t s = 0; s < count; s++) {
         int64_t at = (int64_t)s * drafts * rules->width;
         Marginals m = {r.columns + at, r.shares + at, drafts, rules->width, net->ids};
-        best_tree(&m, rules, &r.growing, trees[s]);
+        if (ranked) give_ranked(&m, rules, &ranked[s]);
+        else best_tree(&m, rules, &r.growing, trees[s]);
     }
     return seconds;
 }

@@ -62,3 +62,14 @@ void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, T
     }
     hand_over(rules, scratch->nodes, count, tree);
 }
+
+/* Instead of a tree: the candidates themselves. */
+void give_ranked(const Marginals *m, const Rules *rules, const Ranked *ranked) {
+    int32_t width = rules->width;
+    for (int32_t place = 0; place < m->places; place++)
+        for (int32_t rank = 0; rank < width; rank++) {
+            int64_t column = m->columns[place * m->stride + rank];
+            ranked->tokens[place * width + rank] = m->ids ? m->ids[column] : column;
+            ranked->beliefs[place * width + rank] = m->shares[place * m->stride + rank];
+        }
+}

@@ -81,9 +81,10 @@ static void score(Round *r) {
                r->count, net->bf16);
 }
 
-/* states: per request, what the target's last layer gave behind the last cached token. */
+/* states: per request, what the target's last layer gave behind the last cached token. ranked: null,
+ * or what is given instead of trees. */
 double medusa_round(const Heads *net, const Rules *rules, const void *const states[],
-                    Tree *const trees[], int32_t count) {
+                    const Ranked *ranked, Tree *const trees[], int32_t count) {
     int32_t nodes = 0;
     for (int32_t s = 0; s < count; s++) nodes = larger_of(nodes, trees[s]->nodes);
     /* No tree is deeper than it has nodes. */
@@ -103,7 +104,8 @@ double medusa_round(const Heads *net, const Rules *rules, const void *const stat
     for (int32_t s = 0; s < count; s++) {
         int64_t at = (int64_t)s * rules->width, stride = (int64_t)count * rules->width;
         Marginals m = {r.columns + at, r.shares + at, r.places, stride, net->ids};
-        best_tree(&m, rules, &r.growing, trees[s]);
+        if (ranked) give_ranked(&m, rules, &ranked[s]);
+        else best_tree(&m, rules, &r.growing, trees[s]);
     }
     return seconds;
 }

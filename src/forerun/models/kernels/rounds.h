@@ -70,6 +70,11 @@ typedef struct { /* the candidates of each place, best first, in a draft whose p
     const int64_t *ids; /* of the target, by column; or null: the same */
 } Marginals;
 
+typedef struct { /* the same, as it is handed out */
+    int64_t *tokens; /* [places, width] */
+    float *beliefs;
+} Ranked;
+
 typedef struct { /* scratch of best_tree, for so many nodes */
     Node *nodes;
     double *reached;
@@ -100,6 +105,7 @@ void best_choices(float *scores, int32_t rows, int32_t stride, int32_t size, con
 double rank_choices(const void *x, const float *norm, float eps, const Matrix *head, void *normed,
                     float *scores, int32_t rows, int32_t bf16, int32_t size, const Rules *rules,
                     const Choice *choices, const int64_t *ids, int64_t *columns, float *shares);
+void give_ranked(const Marginals *m, const Rules *rules, const Ranked *ranked);
 void best_tree(const Marginals *m, const Rules *rules, const Growing *scratch, Tree *tree);
 
 static inline int32_t larger_of(int32_t a, int32_t b) { return a > b ? a : b; }
