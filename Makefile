@@ -5,7 +5,7 @@ MODEL  := smollm2-135m
 BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help demo test test-all test-vllm check fix bench bench-drafting bench-peers wheel model clean
+.PHONY: help demo test test-all test-vllm check fix bench bench-drafting bench-settings bench-peers wheel model clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -39,6 +39,9 @@ bench: model  ## measure every training-free drafter beside plain decoding
 
 bench-drafting: model  ## measure what trained drafters cost beside their own forward passes
 	$(BIN)/python -m bench.drafting
+
+bench-settings: model  ## measure the plan beside all fixed settings of a drafter, in turn (ten minutes)
+	$(BIN)/python -m bench.settings corpus --workload all
 
 bench-peers: model  ## measure other engines beside forerun (installs them: 4 GB, half an hour)
 	$(BIN)/python -m bench.peers

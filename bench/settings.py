@@ -51,7 +51,8 @@ GRIDS = {
 
 @dataclass
 class Table:
-    """Seconds of every spec, by group of prompts; the first is plain decoding."""
+    """Seconds of every spec, by group of prompts. plan: specs that run under it. fixed: those whose
+    every node is checked. same: answers with the tokens of plain decoding, of so many."""
 
     workload: str
     batch: int
@@ -67,16 +68,17 @@ class Table:
         return sum(self.seconds[PLAIN]) / sum(self.seconds[spec])
 
     def best(self) -> str:
+        """The fixed setting that was fastest."""
         return max(self.fixed, key=self.speedup)
 
     def chosen(self) -> float:
         """Seconds of every group with the setting that is best on the others."""
         whole = {spec: sum(self.seconds[spec]) for spec in self.fixed}
-        groups = range(len(self.seconds[PLAIN]))
-        return sum(
-            self.seconds[min(self.fixed, key=lambda spec: whole[spec] - self.seconds[spec][i])][i]
-            for i in groups
-        )
+        found = 0.0
+        for each in zip(*(self.seconds[spec] for spec in self.fixed), strict=True):
+            here = dict(zip(self.fixed, each, strict=True))
+            found += here[min(whole, key=lambda spec: whole[spec] - here[spec])]
+        return found
 
     def against(self, spec: str, other: str) -> tuple[float, float]:
         """How many times as fast one is as another, and the standard error of that."""
@@ -89,8 +91,14 @@ class Table:
 class Contest:
     """Engines for plain decoding, drafts under the plan and fixed settings, on one model."""
 
-    def __init__(self, plan: Sequence[str], fixed: Sequence[str], params: SamplingParams) -> None:
-        self._model = hub.load(MODEL, "auto", "auto")
+    def __init__(
+        self,
+        model: hub.LoadedModel,
+        plan: Sequence[str],
+        fixed: Sequence[str],
+        params: SamplingParams,
+    ) -> None:
+        self._model = model
         self._plan, self._fixed, self._params = list(plan), list(fixed), params
 
     def run(self, workload: str, batch: int, prompts: int) -> Table:
@@ -100,26 +108,25 @@ class Contest:
         table.seconds = {spec: [] for spec in engines}
         whole = [each.encode(self._model.tokenizer) for each in load_workload(workload).prompts]
         ids = [whole[place % len(whole)] for place in range(prompts)]
-        for begin in range(0, prompts, batch):
-            self._group(table, engines, ids[begin : begin + batch], begin)
+        for number, begin in enumerate(range(0, prompts, batch)):
+            group = ids[begin : begin + batch]
+            params = [
+                self._params.model_copy(update={"seed": begin + i}) for i in range(len(group))
+            ]
+            lanes = {spec: Lane(engine, group, params) for spec, engine in engines.items()}
+            order = list(lanes.values())
+            race(order if number % 2 else order[::-1])
+            self._note(table, lanes)
         return table
 
-    def _group(
-        self, table: Table, engines: dict[str, Engine], ids: list[list[int]], begin: int
-    ) -> None:
-        seed = self._params.seed or 0
-        params = [
-            self._params.model_copy(update={"seed": seed + begin + i}) for i in range(len(ids))
-        ]
-        lanes = {spec: Lane(engine, ids, params) for spec, engine in engines.items()}
-        order = list(lanes.values())
-        race(order if begin % 2 else order[::-1])
+    def _note(self, table: Table, lanes: dict[str, Lane]) -> None:
         plain = lanes[PLAIN].answers
         table.tokens += sum(map(len, plain))
         for spec, lane in lanes.items():
             table.seconds[spec].append(lane.seconds)
-            table.same += sum(a == b for a, b in zip(plain, lane.answers, strict=True))
-            table.answers += len(plain)
+            if spec != PLAIN:
+                table.same += sum(a == b for a, b in zip(plain, lane.answers, strict=True))
+                table.answers += len(plain)
 
     def _engines(self, batch: int) -> dict[str, Engine]:
         def engine(spec: str | None, static: bool = False) -> Engine:
@@ -142,14 +149,13 @@ def show(table: Table) -> None:
     )
     for spec in [*table.plan, *table.fixed]:
         print(f"  {table.speedup(spec):6.3f}x  {spec}")
-    for spec in table.plan:
-        ours = sum(table.seconds[spec])
-        for other in table.plan:
-            if other != spec:
-                ratio, error = table.against(spec, other)
-                print(f"  {ratio:.3f} +- {error:.3f}  {spec} over {other}")
-        if table.fixed:
-            best = table.best()
+    for other, spec in itertools.combinations(table.plan, 2):
+        ratio, error = table.against(spec, other)
+        print(f"  {ratio:.3f} +- {error:.3f}  {spec} over {other}")
+    if table.fixed:
+        best = table.best()
+        for spec in table.plan:
+            ours = sum(table.seconds[spec])
             print(
                 f"  {spec} over the best fixed ({best}): {sum(table.seconds[best]) / ours:.3f}, "
                 f"over the chosen ones: {table.chosen() / ours:.3f}"
@@ -183,9 +189,8 @@ def main() -> None:
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         max_tokens=arguments.max_tokens,
-        seed=0,
     )
-    contest = Contest(plan, fixed, params)
+    contest = Contest(hub.load(MODEL, "auto", "auto"), plan, fixed, params)
     tables = []
     for workload in workloads:
         tables.append(contest.run(workload, arguments.batch, arguments.prompts))
