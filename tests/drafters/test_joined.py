@@ -27,10 +27,6 @@ class Knows(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         raise AssertionError("laws are asked for")
 
-    @property
-    def has_sources(self) -> bool:
-        return False
-
     def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
         return [self._law(tuple(request.tokens)) for request in requests]
 

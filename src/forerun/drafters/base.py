@@ -104,8 +104,9 @@ class Drafter(ABC):
 
     @property
     def has_sources(self) -> bool:
-        """Whether `sources` can be asked for instead of `laws`."""
-        return True
+        """Whether `sources` say what `laws` do: not where a drafter brings only laws of its own."""
+        kind = type(self)
+        return kind.laws is Drafter.laws or kind.sources is not Drafter.sources
 
     def sources(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Source]:
         """The same beliefs as `laws`, for compiled code."""

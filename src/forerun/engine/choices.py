@@ -43,6 +43,9 @@ class Choices(Plan):
             return False
         return self._of(name).follows(request)
 
+    def rests(self, turns: Sequence[Turn]) -> bool:
+        return False
+
     def budgets(self, turns: Sequence[Turn], rows_left: int, crowded: bool = False) -> list[int]:
         def ask(plan: Plan, group: Sequence[Turn]) -> list[int]:
             nonlocal rows_left

@@ -204,6 +204,10 @@ class Engine:
                 if not turn.followed:
                     self.drafter.unfollow(turn.request)
         turns = [turn for turn in batch.turns if turn.decoding]
+        if self.plan.rests(turns):
+            batch.rests = True
+            batch.clock.lap("plan")
+            return
         crowded = bool(self.scheduler.waiting)
         budgets = self.plan.budgets(turns, batch.rows_left, crowded)
         batch.clock.lap("plan")
@@ -245,7 +249,7 @@ class Engine:
 
     def _plan(self, batch: Batch) -> None:
         """Keep the nodes that are worth a row."""
-        if not self.drafter:
+        if not self.drafter or batch.rests:
             return
         if batch.asked:
             turns = batch.deciding
@@ -311,7 +315,7 @@ class Engine:
 
     def _learn(self, batch: Batch, result: Forward) -> None:
         """Tell the drafter what became of the proposals."""
-        if not self.drafter:
+        if not self.drafter or (batch.rests and not self.drafter.taps):
             return
         living = [
             turn
@@ -337,8 +341,11 @@ class Engine:
         missed = abs(step_seconds - batch.clock.speculating - predicted) if predicted else 0.0
         total = sum(turn.rows + len(turn.draft) for turn in batch.turns)
         if self.drafter:
-            took = Took(total, step_seconds, batch.clock.speculating, predicted)
-            self.plan.learn(batch.asked, took)
+            if batch.rests:
+                self.plan.rested(step_seconds)
+            else:
+                took = Took(total, step_seconds, batch.clock.speculating, predicted)
+                self.plan.learn(batch.asked, took)
             batch.clock.lap("plan")
             step_seconds = batch.clock.total
         for turn in batch.turns:

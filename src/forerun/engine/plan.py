@@ -88,7 +88,6 @@ class Plan:
         self._urgencies: dict[int, float] = {}  # by request; 1 where there is none
         self._step = 0
         self._decision = _Decision([], [], {})
-        self._rests_now = False  # as that says
         self._lessons: list[_Lesson] = []
         # Of this step, as lessons have them; the price is that of the last one with drafts.
         self._usual: set[int] = set()
@@ -101,6 +100,25 @@ class Plan:
     def follows(self, request: Request) -> bool:
         """Whether a drafter that reads hidden states gets those of this request."""
         return request.params.speculation.enabled and self._following.follows(request)
+
+    def rests(self, turns: Sequence[Turn]) -> bool:
+        """Whether nobody is asked, as it was in the step before, and that stands. Of such a step
+        nothing more is said than that it is over (`rested`): behind a pass, which moves all weights
+        through the processor's caches, every function that takes part takes long."""
+        decision = self._decision
+        if not decision.rests or not decision.steps or self._probes.due:
+            return False
+        if decision.requests != [(turn.request.id, turn.followed) for turn in turns]:
+            return False
+        decision.steps -= 1
+        self._step += 1
+        if decision.paying is not None:
+            self._following.learn(())
+        return True
+
+    def rested(self, seconds: float) -> None:
+        """Such a step took so long."""
+        self._probes.earn(seconds)
 
     def budgets(self, turns: Sequence[Turn], rows_left: int, crowded: bool = False) -> list[int]:
         """How many nodes the drafter may propose for each of the decoding `turns`; 0: not asked.
@@ -115,7 +133,6 @@ class Plan:
             self._catch_up()
             self._decision = self._decide(requests, turns, rows_left, crowded)
         decision = self._decision
-        self._rests_now = stands and decision.rests
         for i, way in decision.ways.items():
             turns[i].way = way
         self._note([turns[i] for i in decision.ways])
@@ -234,9 +251,8 @@ class Plan:
 
     def predict(self, turns: Sequence[Turn]) -> float:
         """Seconds that a step takes beside drafting and this plan; 0: nothing is said of one that
-        reads prompts, too, or of which nothing is to be learned while the plan rests."""
-        rests, self._rests_now = self._rests_now, False
-        if rests or not all(turn.decoding for turn in turns):
+        reads prompts, too."""
+        if not all(turn.decoding for turn in turns):
             return 0.0
         rows = [1 + len(turn.draft) for turn in turns]
         return self.costs.seconds([turn.request.cached for turn in turns], rows)

@@ -86,6 +86,7 @@ class Batch:
     preempted: list[Request] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     predicted_seconds: float = 0.0  # of the step without `speculating`; 0: no prediction
+    rests: bool = False  # nobody is asked, and there is nothing to decide
 
     def take(self, request: Request) -> None:
         """Give a request the rows of its pending tokens, as far as there are any left."""

@@ -187,6 +187,8 @@ static int is_candidate(const Lesson *l, const Place *place, int64_t token) {
     return 0;
 }
 
+static const Source nobody = {.kind = NOBODY};
+
 /* `_candidates` of drafters/joined.py. */
 static void find_candidates(Round *r, Place *place) {
     const Mixer *m = r->mixer;
@@ -200,7 +202,7 @@ static void find_candidates(Round *r, Place *place) {
         laws[s] = (Law){source, &r->counts[s], state, place->depth, 0};
         left[s] = 0;
         if (place->depth >= source->depth || place->reached < source->floor) {
-            laws[s].source = &(const Source){.kind = NOBODY};
+            laws[s].source = &nobody;
             continue;
         }
         if (source->kind == COUNTS) find_law(&r->counts[s], r->nodes, place->node, place->depth);
