@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fakes import (
@@ -20,7 +22,9 @@ from fakes import (
     wrong,
 )
 from forerun.core import PHASES, Draft, Request, SamplingParams, Verdict
+from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine, seed_of
+from forerun.engine.plan import Plan
 from forerun.errors import ConfigError, PromptError
 from forerun.verify import make_verifier
 from tiny import END
@@ -467,3 +471,35 @@ def test_rows_of_a_prompt_leave_no_budget_and_lose_no_draft() -> None:
         greedy_path(rule, [3] * 50, 10),
     ]
     assert max(engine.target.passes) <= 12
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_plan_that_asks_nobody_is_not_asked_itself(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """But for one step in some, and to find out whether it should again."""
+    rule, budgets = random_rule(memory=3), Plan.budgets
+    decided: list[list[int]] = []
+
+    def count(plan: Plan, *args: Any) -> list[int]:
+        decided.append(budgets(plan, *args))
+        return decided[-1]
+
+    monkeypatch.setattr(Plan, "budgets", count)
+    monkeypatch.setattr("forerun.engine.probing.PROBES", 0.05)  # a short text is enough
+    target = FakeTarget(rule)
+    drafter = ScriptedDrafter(wrong(rule), taps=[1] if reads else [])
+    engine = Engine(
+        target,
+        store=target.new_store(512),
+        verifier=make_verifier("follow"),
+        drafter=drafter,
+        costs=Costs({1: 1e-4, 11: 2e-4}),
+    )
+    prompts = [[id, 1, 2] for id in range(12)]
+    truth = [greedy_path(rule, prompt, 400) for prompt in prompts]
+    for prompt, expected in zip(prompts, truth, strict=True):
+        assert run(engine, [(prompt, greedy(400))]) == [expected]
+    assert len(decided) < 12 * 400 / 3
+    # Of texts that are read for drafts, few are followed where that does not pay.
+    assert reads or sum(map(sum, decided[len(decided) // 2 :])) > 0, "it is looked at again"

@@ -354,6 +354,17 @@ def test_a_plan_that_can_ask_nobody_rests(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan.budgets([left], 64) != [0]
 
 
+def test_it_rests_also_when_a_probe_would_be_due() -> None:
+    """Whoever is not followed cannot be probed, however much was saved for it."""
+    plan = Plan(TENTH, reads=[True])
+    World(plan, lambda _: 0.0, round=lambda *_: 1.0).run(500)
+    left = turn(id=7)
+    left.followed = False
+    plan._probes._allowances = [1.0]
+    plan.budgets([left], 64)
+    assert sum(plan.rests([left]) for _ in range(2 * REST)) == REST
+
+
 def test_a_probe_is_not_cut_in_half_by_a_rest() -> None:
     """Only its second step tells what a round takes."""
     world = World(Plan(TENTH, reads=[False]), lambda _: 0.0, round=lambda *_: 0.1).run(3000)

@@ -168,6 +168,7 @@ class Plan:
         ]
         decision = _Decision(requests, [0] * len(turns), {})
         if not any(able) or not rows_left:
+            self._probes.none()
             decision.steps, decision.rests = REST, True
             return decision
         asking = [turn.request for turn in turns]

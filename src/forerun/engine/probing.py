@@ -49,6 +49,10 @@ class Probes:
         """Whether one could be begun."""
         return any(self._allowances[way] >= need for way, need in self._needs.items())
 
+    def none(self) -> None:
+        """Nobody can be asked, so that none could be begun."""
+        self._needs = {}
+
     def choose(
         self, choice: Choice, turns: Sequence[Turn], able: Sequence[Sequence[int]], step: int
     ) -> int | None:
