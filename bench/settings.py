@@ -184,7 +184,7 @@ def main() -> None:
         parser.error("name a grid or a --draft")
     workloads = arguments.workload or ["mix"]
     if workloads == ["all"]:
-        workloads = [name for name in BUILT_IN if name != "mix"]
+        workloads = list(BUILT_IN)
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from forerun.drafters.sources import Source
 from forerun.models.heads.rounds import Ranked, Rules, Tree
 from forerun.models.target import opened
 from forerun.sampling import leaves_logits
+
+T = TypeVar("T")
 
 
 class ParallelDrafter(Drafter):
@@ -49,18 +52,14 @@ class ParallelDrafter(Drafter):
             drafts = self._in_one_call(asked, nodes)
         else:
             drafts = self._step_by_step(asked, nodes)
-        if len(asked) == len(requests):
-            return drafts
-        found = {request.id: draft for request, draft in zip(asked, drafts, strict=True)}
-        return [found.get(request.id, Draft()) for request in requests]
+        return _spread(drafts, asked, requests, Draft())
 
     def laws(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Law]:
         asked, nodes = self._able(requests, budgets)
         if not asked:
             return [SILENT] * len(requests)
-        ranked = zip(asked, self._ranked(asked, max(nodes)), strict=True)
-        found = {request.id: law_of(each, self._nodes) for request, each in ranked}
-        return [found.get(request.id, SILENT) for request in requests]
+        laws = [law_of(each, self._nodes) for each in self._ranked(asked, max(nodes))]
+        return _spread(laws, asked, requests, SILENT)
 
     def sources(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Source]:
         asked, nodes = self._able(requests, budgets)
@@ -72,10 +71,7 @@ class ParallelDrafter(Drafter):
             found = self._ranked(asked, max(nodes))
             ranked = [Ranked.of(each.tokens, each.beliefs) for each in found]
         given = [Source.of_places(each, self._nodes) for each in ranked]
-        if len(asked) == len(requests):
-            return given
-        known = {request.id: source for request, source in zip(asked, given, strict=True)}
-        return [known.get(request.id, Source()) for request in requests]
+        return _spread(given, asked, requests, Source())
 
     def _able(
         self, requests: Sequence[Request], budgets: Sequence[int]
@@ -150,3 +146,13 @@ class ParallelDrafter(Drafter):
         ranked: Sequence[Ranked],
     ) -> None:
         """Grow them in that call, or fill what is `ranked` instead."""
+
+
+def _spread(
+    found: list[T], asked: Sequence[Request], requests: Sequence[Request], nothing: T
+) -> list[T]:
+    """What was found for those asked, by request; nothing for the others."""
+    if len(asked) == len(requests):
+        return found
+    known = {request.id: each for request, each in zip(asked, found, strict=True)}
+    return [known.get(request.id, nothing) for request in requests]

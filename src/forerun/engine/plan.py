@@ -106,11 +106,11 @@ class Plan:
         nothing more is said than that it is over (`rested`): behind a pass, which moves all weights
         through the processor's caches, every function that takes part takes long."""
         decision = self._decision
-        if not decision.rests or not decision.steps or self._probes.due:
+        if not decision.rests:
             return False
-        if decision.requests != [(turn.request.id, turn.followed) for turn in turns]:
+        requests = [(turn.request.id, turn.followed) for turn in turns]
+        if not self._stands(requests, turns, rows_left=0):
             return False
-        decision.steps -= 1
         self._step += 1
         if decision.paying is not None:
             self._following.learn(())

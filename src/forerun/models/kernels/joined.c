@@ -181,10 +181,11 @@ static void add_candidate(Round *r, Place *place, int64_t token, int32_t pattern
     place->count++;
 }
 
-static int is_candidate(const Lesson *l, const Place *place, int64_t token) {
-    for (int32_t i = 0; i < place->count; i++)
-        if (l->candidates[place->first + i].token == token) return 1;
-    return 0;
+/* A token among the candidates of a place, or null. */
+static Candidate *candidate(const Lesson *l, const Place *p, int64_t token) {
+    for (int32_t i = 0; i < p->count; i++)
+        if (l->candidates[p->first + i].token == token) return &l->candidates[p->first + i];
+    return NULL;
 }
 
 static const Source nobody = {.kind = NOBODY};
@@ -225,7 +226,7 @@ static void find_candidates(Round *r, Place *place) {
         int64_t token;
         double belief;
         while (next_named(&law, &token, &belief)) {
-            if (belief < least || is_candidate(r->lesson, place, token)) continue;
+            if (belief < least || candidate(r->lesson, place, token)) continue;
             memcpy(inputs, left, sizeof(inputs));
             int32_t pattern = speaking;
             power = 1;
@@ -242,7 +243,7 @@ static void find_candidates(Round *r, Place *place) {
 
 /* ---- the tree -------------------------------------------------------------------------------- */
 
-/* Ask what may follow a node, -1: the root, and open it. behind: the candidate that it is. */
+/* Ask what may follow a node, -1: the root, and open it. */
 static void offer(Round *r, int32_t node, double reached, int32_t depth) {
     Lesson *l = r->lesson;
     Place *place = &l->places[l->places_count++];
@@ -261,13 +262,6 @@ static void advance(Round *r, int32_t node, int32_t parent, int64_t token) {
     for (int32_t s = 0; s < sources; s++) states[s] = state_behind(&r->sources[s], above[s], token);
 }
 
-static Candidate *candidate(const Lesson *l, int32_t place, int64_t token) {
-    const Place *p = &l->places[place];
-    for (int32_t i = 0; i < p->count; i++)
-        if (l->candidates[p->first + i].token == token) return &l->candidates[p->first + i];
-    return NULL;
-}
-
 static void grow(Round *r) {
     Lesson *l = r->lesson;
     int32_t *place_of = r->place_of; /* of nodes as they were taken */
@@ -281,7 +275,7 @@ static void grow(Round *r) {
         if (!r->frontier.room) break;
         if (best.level >= r->depth || ends(r->tree, best.token)) continue;
         int32_t above = best.parent < 0 ? 0 : place_of[best.parent];
-        candidate(l, above, best.token)->behind = place_of[node] = l->places_count;
+        candidate(l, &l->places[above], best.token)->behind = place_of[node] = l->places_count;
         advance(r, node, best.parent, best.token);
         offer(r, node, best.reached, best.level);
     }
@@ -292,7 +286,8 @@ static void tell_patterns(const Round *r) {
     const Tree *tree = r->tree;
     for (int32_t node = 0; node < tree->count; node++) {
         int32_t parent = tree->parents[node];
-        const Candidate *c = candidate(r->lesson, parent < 0 ? 0 : r->place_of[parent], tree->tokens[node]);
+        const Place *place = &r->lesson->places[parent < 0 ? 0 : r->place_of[parent]];
+        const Candidate *c = candidate(r->lesson, place, tree->tokens[node]);
         r->lesson->patterns[node] = c->pattern;
         r->place_of[node] = c->behind;
     }
@@ -348,7 +343,7 @@ void joined_learn(const Mixer *m, Lesson *l, const int64_t *truth, int32_t lengt
     int32_t at = l->places_count ? 0 : -1;
     for (int32_t t = 0; t < length && at >= 0; t++) {
         const Place *place = &l->places[at];
-        const Candidate *found = candidate(l, at, truth[t]);
+        const Candidate *found = candidate(l, place, truth[t]);
         at = found ? found->behind : -1;
         for (int32_t i = place->first; i < place->first + place->count; i++) {
             const Candidate *c = &l->candidates[i];
